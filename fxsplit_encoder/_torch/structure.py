@@ -173,26 +173,23 @@ class Structure:
         if self.is_unchanged():
             return ""
         before, now = self._seen, _Seen(self._tower, self._is_around)
-        for fact in before.facts:
-            old, new = (facts.get(fact, _OTHER) for facts in (before.facts, now.facts))
-            if fact[1] == ACTIVE and new not in (old, _OTHER):
-                return f"{fact[0] or 'the tower'}: adapters in use {new!r}, which were {old!r}"
-        there, here = before.by_name(), now.by_name()
+        facts = {fact: (before.facts.get(fact, _OTHER), now.facts.get(fact, _OTHER)) for fact in before.facts}
+        facts |= {fact: (_OTHER, new) for fact, new in now.facts.items() if fact not in facts}
+        for (name, what), (old, new) in facts.items():
+            if what == ACTIVE and _OTHER not in (old, new) and new != old:
+                return f"{name or 'the tower'}: adapters in use {new!r}, which were {old!r}"
+        there, here = ({name: (m, kind) for name, m, kind in seen.modules} for seen in (before, now))
         for name in dict.fromkeys((*there, *here)):
-            module, kind = there.get(name, (None, type(None)))
-            found, its_kind = here.get(name, (None, type(None)))
-            if found is not module or its_kind is not kind:
-                return f"{name or 'the tower'}: a {kind.__name__}, and now another {its_kind.__name__}"
+            old, new = there.get(name, (None, type(None))), here.get(name, (None, type(None)))
+            if old != new:
+                return f"{name or 'the tower'}: a {old[1].__name__}, and now another {new[1].__name__}"
         if before.modules != now.modules:
             return "modules in another order than before"
-        for fact in (*before.facts, *now.facts):
-            name, what = fact
-            old, new = (facts.get(fact, _OTHER) for facts in (before.facts, now.facts))
-            if old is new or old == new:
-                continue
-            if what in (_HOOK, _FORWARD, _CODE):
-                return f"{name or 'the tower'}: another {what} than before"
-            return f"{name or 'the tower'}: {what} {new!r}, which was {old!r}"
+        for (name, what), (old, new) in facts.items():
+            if old is not new and old != new:
+                is_code = what in (_HOOK, _FORWARD, _CODE)
+                now_is = f"another {what} than before" if is_code else f"{what} {new!r}, which was {old!r}"
+                return f"{name or 'the tower'}: {now_is}"
         return ""
 
 
@@ -225,9 +222,6 @@ class _Seen:
             for name, module, kind in self.modules
             if not _is_adapter(module) and _is_modal(module, self._reads[kind].names)
         }
-
-    def by_name(self) -> dict[str, tuple[nn.Module, type]]:
-        return {name: (module, kind) for name, module, kind in self.modules}
 
     def _take_modules(self) -> None:
         modules = [module for _, module, _ in self.modules]

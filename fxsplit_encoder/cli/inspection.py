@@ -25,8 +25,8 @@ from fxsplit_encoder.cli.document import Document, mebibytes
 from fxsplit_encoder.compile.branches import Step
 from fxsplit_encoder.compile.padding import PaddingReport
 from fxsplit_encoder.compile.program import Program
-from fxsplit_encoder.hugging_face.calls import is_named
 from fxsplit_encoder.hugging_face.lifecycle import find_towers
+from fxsplit_encoder.hugging_face.rules import is_named
 from fxsplit_encoder.kernels.choice import Chooser, failing
 from fxsplit_encoder.models.checkpoint import Checkpoint
 from fxsplit_encoder.models.family import Family

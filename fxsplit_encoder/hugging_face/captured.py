@@ -22,7 +22,8 @@ from fxsplit_encoder.backend.dispatch import refresh_compiled, stats_of_compiled
 from fxsplit_encoder.caching import Recent
 from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.errors import UnsupportedTowerError
-from fxsplit_encoder.hugging_face.calls import Call, Reads, accepts, calls_of, twin_of
+from fxsplit_encoder.hugging_face.calls import Call, Reads, accepts, twin_of
+from fxsplit_encoder.hugging_face.rules import calls_of
 from fxsplit_encoder.manager import EncoderCudaGraphManager
 from fxsplit_encoder.planning.plan import MissReason
 from fxsplit_encoder.runtime.statistics import ManagerStats
@@ -54,8 +55,6 @@ class Served:
     runner: ManagerRunner | CompiledRunner
     example: Any
     """The tower's output of a small call, on the meta device."""
-    empty: dict[str, Any]
-    """Empty values like the fields of the output, on the tower's device."""
     uses: int = 0
     last: int = 0
     """The number of its last call."""
@@ -212,13 +211,14 @@ class CapturedTower:
         with torch.inference_mode(False), torch.no_grad():
             states = {"output_hidden_states": True} if self.calls.with_states else {}
             output = twin(**{**call, **states})
-            empty = {name: _empty_like(value) for name, value in output.items()}
-        example = type(output)(**{n: _on_meta(value) for n, value in output.items()})
+        meta = tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), dict(output))
+        example = type(output)(**meta)
+        for name in meta:  # hidden states come after all others, whatever the class says
+            example.move_to_end(name)
         adapter = self.calls.adapter(key, example)
         config = self.settings.config
-        if self.settings.compiles:
-            return Served(adapter, CompiledRunner(adapter, config), example, empty)
-        return Served(adapter, ManagerRunner(adapter, config), example, empty)
+        runner = CompiledRunner if self.settings.compiles else ManagerRunner
+        return Served(adapter, runner(adapter, config), example)
 
     def stats(self) -> list[ManagerStats]:
         """The statistics of each runner; captures of several have their keys."""
@@ -237,17 +237,6 @@ class CapturedTower:
         with self._lock:
             for served in self._served.values():
                 served.runner.clear()
-
-
-def _empty_like(value: Any) -> Any:
-    """An empty tensor or sequence; of a sequence of tensors, with one."""
-    if isinstance(value, torch.Tensor):
-        return value.new_empty(0)
-    return type(value)([value[0].new_empty(0)] if value else [])
-
-
-def _on_meta(value: Any) -> Any:
-    return tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), value)
 
 
 # --- code that a capture would leave out

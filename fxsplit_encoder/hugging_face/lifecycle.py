@@ -15,9 +15,8 @@ from fxsplit_encoder._torch.transformers import INNER_FORWARD, device_hook
 from fxsplit_encoder.backend.entry import check_applies
 from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.errors import InputError, UnsupportedTowerError
-from fxsplit_encoder.hugging_face.calls import calls_of, is_named
 from fxsplit_encoder.hugging_face.captured import Settings
-from fxsplit_encoder.hugging_face.rules import names_images, takes_images
+from fxsplit_encoder.hugging_face.rules import calls_of, is_named, names_images, takes_images
 from fxsplit_encoder.hugging_face.served import FoundTower, ServedTower
 from fxsplit_encoder.messages import shown
 from fxsplit_encoder.towers.base import WrappedTower

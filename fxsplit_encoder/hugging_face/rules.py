@@ -1,6 +1,8 @@
-"""The dense rule: serves a module of transformers that takes images of one size and returns tensors with a
-row for each image, by no name of its class. What it returns is read from calls with tensors without
-data, at one and at two images; before a size is captured, calls with values show that no image reads another.
+"""Which calls serve a tower: those of its class by name, the grid rule of `towers.rules`, or the dense rule.
+
+The dense rule serves a module of transformers that takes images of one size and returns tensors with a row
+for each image. What it returns is read from calls with tensors without data, at one and at two images; before
+a size is captured, calls with values show that no image reads another.
 """
 
 from __future__ import annotations
@@ -17,9 +19,22 @@ from fxsplit_encoder._torch.dispatch import RandomDraws
 from fxsplit_encoder._torch.tensors import FakeTensorMode
 from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.errors import UnsupportedTowerError
-from fxsplit_encoder.hugging_face.calls import Call, Calls, Reads, accepts, twin_of
-from fxsplit_encoder.hugging_face.dense_calls import STATES, DenseCalls, DenseKey
-from fxsplit_encoder.hugging_face.packed_calls import GridCalls
+from fxsplit_encoder.hugging_face.calls import (
+    STATES,
+    Call,
+    Calls,
+    DenseCalls,
+    DenseKey,
+    GridCalls,
+    Idefics3Calls,
+    Llama4Calls,
+    PixtralCalls,
+    Reads,
+    Siglip2Calls,
+    Step3p7Calls,
+    accepts,
+    twin_of,
+)
 from fxsplit_encoder.planning.plan import MissReason
 from fxsplit_encoder.towers.rules import (
     MODEL_ERRORS,
@@ -59,13 +74,6 @@ def names_images(module: nn.Module) -> bool:
     """Whether the first argument has the name of images, or another that of grids."""
     is_first = next(iter(arguments_of(module)), "").startswith("pixel_values")
     return (is_first and hasattr(module, "config")) or grid_argument(module) is not None
-
-
-def look_by_rule(module: nn.Module) -> tuple[type[Calls], Look | GridLook]:
-    """The `Calls` of a tower without a name, and what they need; UnsupportedTowerError if none serves it."""
-    if grid_argument(module) is not None:
-        return GridCalls, look_at_grids(module)
-    return RuleCalls, look_at(module)
 
 
 @dataclass(frozen=True)
@@ -242,3 +250,44 @@ class RuleCalls(DenseCalls):
             check_difference(both, torch.cat(alone), "another image of the batch")
             check_difference(both, adapter.features(pixels), "torch's own attention")
         return adapter
+
+
+# --- classes of towers
+
+_DENSE = (
+    *("CLIPVisionModel", "CLIPVisionTransformer", "DINOv3ViTModel", "Dinov2Model"),
+    *("Dinov2WithRegistersModel", "InternVLVisionModel", "SiglipVisionModel", "SiglipVisionTransformer"),
+)
+_GRID = (
+    *("Exaone4_5_VisionModel", "Glm4vMoeVisionModel", "Glm4vVisionModel", "Kimi_K25VisionModel"),
+    *("Qwen2VisionTransformerPretrainedModel", "Qwen2_5OmniVisionEncoder"),
+    "Qwen2_5_VisionTransformerPretrainedModel",
+    *("Qwen3VLMoeVisionModel", "Qwen3VLVisionModel", "Qwen3_5MoeVisionModel", "Qwen3_5VisionModel"),
+)
+_CALLS: Mapping[str, type[Calls]] = {
+    **dict.fromkeys(_DENSE, DenseCalls),
+    **dict.fromkeys(_GRID, GridCalls),
+    **dict.fromkeys(("Idefics3VisionTransformer", "SmolVLMVisionTransformer"), Idefics3Calls),
+    "Llama4VisionModel": Llama4Calls,
+    "PixtralVisionModel": PixtralCalls,
+    **dict.fromkeys(("Siglip2VisionModel", "Siglip2VisionTransformer"), Siglip2Calls),
+    "Step3p7VisionModel": Step3p7Calls,
+}
+"""By the names of towers' classes, of which none is imported before it is used."""
+
+
+def is_named(module: nn.Module) -> bool:
+    """Whether a module is of a class that `accelerate` serves by its name."""
+    return any(kind.__name__ in _CALLS for kind in type(module).__mro__)
+
+
+def calls_of(module: nn.Module) -> tuple[type[Calls], Look | GridLook | None]:
+    """The class of `Calls` for a tower, and what a rule has seen of one without a name. UnsupportedTowerError
+    says why no rule serves it.
+    """
+    for kind in type(module).__mro__:
+        if kind.__name__ in _CALLS:
+            return _CALLS[kind.__name__], None
+    if grid_argument(module) is not None:
+        return GridCalls, look_at_grids(module)
+    return RuleCalls, look_at(module)

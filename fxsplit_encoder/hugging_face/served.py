@@ -287,12 +287,7 @@ class ServedTower:
             return found
 
     def _again(
-        self,
-        captured: CapturedTower,
-        why: object,
-        level: int = logging.WARNING,
-        *,
-        may_return: bool = False,
+        self, captured: CapturedTower, why: object, level: int = logging.WARNING, *, may_return: bool = False
     ) -> CapturedTower:
         """New captures in place of these, which are kept if their state `may_return`."""
         with self._lock:
@@ -380,26 +375,24 @@ def _values(
     `with_states` are there only if hidden states are asked for.
     """
     values: dict[str, Any] = {}
-    for name, empty in served.empty.items():
+    for name in served.example:
         if name in made.fields:
             values[name] = made.fields[name]
         elif name in with_states and "hidden_states" not in fields:
             continue
         elif name != "hidden_states":
-            values[name] = Lazy(empty, functools.partial(read, name))
+            values[name] = Lazy(functools.partial(read, name))
         else:
             count = len(served.example.hidden_states)
             chosen = (
                 range(count) if selected is None else {n % count for n in selected if -count <= n < count}
             )
             values[name] = LazyTuple(
-                (made.layers[n] if n in made.layers else Lazy(empty[0], functools.partial(read, n)))
-                if n in chosen
-                else None
+                made.layers.get(n, Lazy(functools.partial(read, n))) if n in chosen else None
                 for n in range(count)
             )
     if "attentions" in fields and "attentions" in type(served.example).__dataclass_fields__:
-        values["attentions"] = Lazy((), functools.partial(read, "attentions"))
+        values["attentions"] = Lazy(functools.partial(read, "attentions"))
     return values
 
 

@@ -214,9 +214,9 @@ class KernelMeasurements(Generic[ShapeT, KernelT]):
             self._store(device).add_to_table(found, self.shape, self._names, device)
 
     def _to_compare(self, shape: ShapeT) -> list[KernelT]:
-        """The candidates; none where there is nothing to choose from, and no time anything depends on."""
+        """The candidates; none where there is nothing to choose from."""
         candidates = self.candidates(shape)
-        if not candidates or candidates[0].is_last_resort or (len(candidates) == 1 and shape.is_captured):
+        if len(candidates) < 2 or candidates[0].is_last_resort:
             return []
         beaten = self._beaten(shape, candidates)
         return [kernel for kernel in candidates if kernel.name not in beaten]

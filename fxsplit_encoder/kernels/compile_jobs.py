@@ -13,7 +13,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 
@@ -63,8 +63,6 @@ class _State:
     lock: threading.Lock = field(default_factory=threading.Lock)
     asked: set[Job] = field(default_factory=set)
     processes: list[_Process] = field(default_factory=list)
-    left: list[Child] = field(default_factory=list)
-    """Abandoned processes that have not ended."""
 
 
 state = _State()
@@ -135,22 +133,17 @@ def warm_up(number: int, device: torch.device) -> None:
             state.processes.append(_launch(device))
 
 
-def jobs_of(names: Iterable[str], variant: Variant, dtype: torch.dtype) -> list[Job]:
-    """Returns the jobs that compile the kernels of these names for such heads, or products."""
-    return [(name, variant, str(dtype).removeprefix("torch.")) for name in names]
-
-
 def start(
     names: Iterable[str], variant: Variant, dtype: torch.dtype, device: torch.device, *, apart: bool = True
-) -> list[Job]:
-    """Starts to compile kernels for such heads or products, if `apart` each in a process; the new jobs."""
-    begun: list[Job] = []
+) -> None:
+    """Starts to compile kernels for such heads or products, if `apart` each in a process."""
     if reason := why_not(device):
         logger.debug("kernels are compiled when they are called: %s", reason)
-        return begun
+        return
     with state.lock:
         process: _Process | None = None
-        for job in jobs_of(names, variant, dtype):
+        for name in names:
+            job = (name, variant, str(dtype).removeprefix("torch."))
             if job in state.asked:
                 continue
             state.asked.add(job)
@@ -162,24 +155,8 @@ def start(
                     state.processes.append(process := _launch(device))
                 process.jobs.append(job)
                 process.child.ask(json.dumps(job))
-                begun.append(job)
             except OSError as error:  # no process can be started, or it has ended: it is compiled here
                 logger.warning("not compiled ahead: %s: %s", job, error)
-    return begun
-
-
-def leave(jobs: Collection[Job]) -> None:
-    """Abandons these jobs; their processes exit on their own: one that is killed may leave half a file."""
-    if not jobs:
-        return
-    logger.warning("compiled ahead in vain, since the graph has other heads: %s", sorted(jobs))
-    with state.lock:
-        state.asked.difference_update(jobs)
-        state.left[:] = [child for child in state.left if child.status is None]
-        for each in [each for each in state.processes if each.jobs and {*each.jobs} <= {*jobs}]:
-            state.processes.remove(each)
-            each.child.close()
-            state.left.append(each.child)
 
 
 def _launch(device: torch.device) -> _Process:
@@ -231,8 +208,8 @@ def wait() -> None:
 
 def end_all() -> None:
     """Kills all processes, at the interpreter's exit."""
-    for child in (*(each.child for each in state.processes), *state.left):
-        child.kill()
+    for each in state.processes:
+        each.child.kill()
 
 
 atexit.register(end_all)

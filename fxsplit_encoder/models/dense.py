@@ -39,7 +39,7 @@ from fxsplit_encoder.models.prepare import (
 )
 from fxsplit_encoder.models.tiles import ProcessedTiles, tile_side, tile_sizes
 from fxsplit_encoder.towers import DenseTowerSpec
-from fxsplit_encoder.towers.siglip2 import Siglip2Tower, places_of
+from fxsplit_encoder.towers.dense import Siglip2Tower, places_of
 
 
 def _tiles(normalization: Normalization, *, crops: bool) -> Prepare:
@@ -173,12 +173,7 @@ _STRETCHING, _CROPPING = _tiles(HALF, crops=False), _tiles(CLIP, crops=True)
 
 _SIGLIP = _family(hugging_face("siglip", "SiglipVisionModel"), _STRETCHING, "vision_model.")
 _SIGLIP_TEXT, _SIGLIP2_TEXT = (
-    _text(
-        hugging_face(module, f"{name}TextModel", _TEXT),
-        ("text_model.", ""),
-        "pooler_output",
-        "max_length",
-    )
+    _text(hugging_face(module, f"{name}TextModel", _TEXT), ("text_model.", ""), "pooler_output", "max_length")
     for module, name in (("siglip", "Siglip"), ("siglip2", "Siglip2"))
 )
 _SIGLIP2 = _siglip2(False, _siglip2(True))

@@ -17,13 +17,7 @@ from fxsplit_encoder.media.images import bicubic
 from fxsplit_encoder.models.checkpoint import Renames
 from fxsplit_encoder.models.eager import GRIDS, PIXELS, Inputs
 from fxsplit_encoder.models.encoders.moonvit import KimiVLVisionConfig, KimiVLVisionModel
-from fxsplit_encoder.models.family import (
-    WHOLE_MODEL,
-    Family,
-    Settings,
-    hugging_face,
-    vision_settings,
-)
+from fxsplit_encoder.models.family import WHOLE_MODEL, Family, Settings, hugging_face, vision_settings
 from fxsplit_encoder.models.patches import IMAGE_KEYS, VIDEO_KEYS, Grid, of_patches, patchify
 from fxsplit_encoder.models.prepare import HALF, Normalization, Preparation, Prepared, ProcessorSettings
 from fxsplit_encoder.models.sampling import Sampling, first_of_equal_parts

@@ -1,4 +1,4 @@
-"""Images and clips as patches in blocks of those that merge, frames in pairs: the Qwen line and GLM.
+"""The Qwen line and GLM-4V: images and clips as patches in blocks of those that merge, frames in pairs.
 
 They are cut with the arithmetic of the models' processors, without torchvision.
 """
@@ -19,8 +19,9 @@ from fxsplit_encoder.errors import MediaError
 from fxsplit_encoder.media import Frames
 from fxsplit_encoder.media.images import bicubic
 from fxsplit_encoder.models.eager import GRIDS, PIXELS, Inputs, joined
-from fxsplit_encoder.models.family import Settings, vision_settings
+from fxsplit_encoder.models.family import VISUAL, Family, Prepare, Settings, hugging_face, vision_settings
 from fxsplit_encoder.models.prepare import (
+    CLIP,
     HALF,
     Normalization,
     Preparation,
@@ -28,7 +29,15 @@ from fxsplit_encoder.models.prepare import (
     ProcessorSettings,
     processed,
 )
-from fxsplit_encoder.models.sampling import Rule, Sampling, first_of_equal_parts
+from fxsplit_encoder.models.sampling import (
+    Rule,
+    Sampling,
+    by_length,
+    by_seconds,
+    first_of_equal_parts,
+    first_to_last,
+    whole_steps_of_equal_parts,
+)
 
 Grid = tuple[int, int, int]
 """(frames, height, width) in patches."""
@@ -202,8 +211,11 @@ def image_size(height: int, width: int, form: PatchFormat) -> tuple[int, int]:
     Raises:
         MediaError: one side is over 200 times the other.
     """
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+
     _check_aspect_ratio(height, width, "an image")
-    return _limited_size(height, width, 1, 1, form, form.max_pixels)
+    sides: tuple[int, int] = smart_resize(height, width, form.factor, form.min_pixels, form.max_pixels)
+    return sides
 
 
 def _check_aspect_ratio(height: int, width: int, what: str) -> None:
@@ -219,41 +231,21 @@ def video_frame_size(num_frames: int, height: int, width: int, form: PatchFormat
     Raises:
         MediaError: one side is over 200 times the other.
     """
+    from transformers.models.glm4v.image_processing_pil_glm4v import smart_resize
+
     if form.limits_each_frame:
         return image_size(height, width, replace(form, max_pixels=_most_of_a_frame(num_frames, form)))
     factor, temporal = form.factor, form.temporal_patch_size
     max_pixels = form.max_pixels
     if form.cap_pixels_per_frame:
         max_pixels = _most_of_a_frame(num_frames, form) * num_frames
-    if min(height, width) < factor:
-        scale = max(factor / height, factor / width)
-        height, width = int(height * scale), int(width * scale)
-    _check_aspect_ratio(height, width, "frames")
-    counted = max(1, round(num_frames / temporal)) * temporal
-    return _limited_size(height, width, num_frames, counted, form, max_pixels)
-
-
-def _limited_size(
-    height: int, width: int, frames: int, counted: int, form: PatchFormat, max_pixels: int
-) -> tuple[int, int]:
-    """The height and width of frames within the limits of pixels, multiples of the factor.
-
-    Args:
-        height, width: of every frame.
-        frames: by which frames beyond a limit are resized.
-        counted: frames for which a limit holds.
-        form: of the processor.
-        max_pixels: in place of the form's.
-    """
-    factor = form.factor
-    rows, columns = round(height / factor) * factor, round(width / factor) * factor
-    if counted * rows * columns > max_pixels:
-        shrink = math.sqrt(frames * height * width / max_pixels)
-        rows, columns = (max(factor, math.floor(s / shrink / factor) * factor) for s in (height, width))
-    elif counted * rows * columns < form.min_pixels:
-        enlarge = math.sqrt(form.min_pixels / (frames * height * width))
-        rows, columns = (math.ceil(s * enlarge / factor) * factor for s in (height, width))
-    return rows, columns
+    enlarged = max(1.0, factor / height, factor / width)
+    _check_aspect_ratio(int(height * enlarged), int(width * enlarged), "frames")
+    frames = max(num_frames, temporal)  # the last is repeated
+    sides: tuple[int, int] = smart_resize(
+        frames, height, width, temporal, factor, form.min_pixels, max_pixels
+    )
+    return sides
 
 
 def _most_of_a_frame(num_frames: int, form: PatchFormat) -> int:
@@ -309,3 +301,29 @@ def block_eager(tower: Any, mm_kwargs: Inputs) -> Tensor:
     frames = torch.tensor([(1, h, w) for t, h, w in grids.tolist() for _ in range(t)], device="cpu")
     output = tower(pixels, grid_thw=frames.to(pixels.device))
     return torch.cat([output.pooler_output, *getattr(output, "deepstack_features", ())], dim=1)
+
+
+def _family(module: str, tower: str, prepare: Prepare) -> Family:
+    return Family(hugging_face(module, tower), prepare, "patches", block_eager, VISUAL)
+
+
+_QWEN3 = BlockPatches.reader(16, HALF, first_to_last)
+_QWEN2 = BlockPatches.reader(14, CLIP, whole_steps_of_equal_parts, video=FRAME_FORMAT)
+_QWEN3_VL = _family("qwen3_vl", "Qwen3VLVisionModel", _QWEN3)
+_QWEN3_5 = _family("qwen3_5", "Qwen3_5VisionModel", _QWEN3)
+_QWEN2_5_VL = _family("qwen2_5_vl", "Qwen2_5_VisionTransformerPretrainedModel", _QWEN2)
+_QWEN2_VL = _family("qwen2_vl", "Qwen2VisionTransformerPretrainedModel", _QWEN2)
+_GLM4V, _GLM46V = (
+    _family("glm4v", "Glm4vVisionModel", BlockPatches.reader(14, CLIP, rule, images_are_clips=True))
+    for rule in (by_seconds, by_length)
+)
+
+FAMILIES = {
+    # Mixture-of-experts models share the dense ones' tower.
+    **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe", "qwen3_vl_vision", "qwen3_vl_moe_vision"), _QWEN3_VL),
+    **dict.fromkeys(("qwen3_5", "qwen3_5_moe", "qwen3_5_vision", "qwen3_5_moe_vision"), _QWEN3_5),
+    **dict.fromkeys(("qwen2_5_vl", "qwen2_5_vl_vision"), _QWEN2_5_VL),
+    **dict.fromkeys(("qwen2_vl", "qwen2_vl_vision"), _QWEN2_VL),
+    **dict.fromkeys(("glm4v", "glm4v_moe", "glm4v_vision", "glm4v_moe_vision"), _GLM4V),
+    "glm46v": _GLM46V,
+}

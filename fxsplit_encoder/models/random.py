@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from fxsplit_encoder.models.registry import architecture
-from fxsplit_encoder.towers.deepseek_ocr import DeepseekOcrTower
+from fxsplit_encoder.towers.cropped import DeepseekOcrTower
 from fxsplit_encoder.towers.packed import PackedTower
 from fxsplit_encoder.towers.tiles import DenseTower, TiledTower
 
@@ -84,31 +84,21 @@ def random_inputs(wrapped: Any, sizes: Sequence[int], seed: int = 0) -> dict[str
         return torch.randn(shape, generator=generator, device=wrapped.device, dtype=wrapped.dtype)
 
     if isinstance(wrapped, PackedTower):
+        pixels_key, grids_key = wrapped.input_keys[0]
         grids = [_most_square(size, wrapped.merge_size) for size in sizes]
-        return _packed(wrapped, grids, pixels(sum(sizes), wrapped.patch_features))
+        listed = [(1, *grid) for grid in grids] if grids_key.endswith("thw") else grids
+        shape = getattr(wrapped, "patch_shape", (wrapped.patch_features,))
+        return {pixels_key: pixels(sum(sizes), *shape), grids_key: torch.tensor(listed, device="cpu")}
     if isinstance(wrapped, DenseTower):
         tiles = pixels(sum(sizes), *wrapped.tile_shape)
         return {wrapped.input_name: tiles, wrapped.count_keys[0]: torch.tensor(sizes, device="cpu")}
     assert isinstance(wrapped, TiledTower)
     counts = {"global": len(sizes), "local": sum(sizes)}
     views = {view.input_name: pixels(counts[path], *view.shape) for path, view in wrapped.views.items()}
-    return {**views, **_crops(wrapped, sizes)}
-
-
-def _packed(wrapped: PackedTower, grids: list[tuple[int, int]], patches: torch.Tensor) -> dict[str, Any]:
-    pixels_key, grids_key = wrapped.input_keys[0]
-    shape = getattr(wrapped, "patch_shape", None)
-    with_frames = grids_key.endswith("thw")
-    sizes = torch.tensor([(1, *grid) if with_frames else grid for grid in grids], device="cpu")
-    return {pixels_key: patches if shape is None else patches.view(-1, *shape), grids_key: sizes}
-
-
-def _crops(wrapped: TiledTower, counts: Sequence[int]) -> dict[str, Any]:
-    """The number of crops of every image, under the name that the adapter reads."""
-    if isinstance(wrapped, DeepseekOcrTower):
-        grids = [_most_square(count, 1) if count else (1, 1) for count in counts]
-        return {wrapped.count_key: torch.tensor(grids, device="cpu")}
-    return {wrapped.count_key: torch.tensor(counts, device="cpu")}
+    crops: Sequence[object] = sizes
+    if isinstance(wrapped, DeepseekOcrTower):  # which reads grids
+        crops = [_most_square(count, 1) if count else (1, 1) for count in sizes]
+    return {**views, wrapped.count_key: torch.tensor(crops, device="cpu")}
 
 
 def _most_square(size: int, factor: int) -> tuple[int, int]:

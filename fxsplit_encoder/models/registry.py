@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from fxsplit_encoder.errors import InputError
-from fxsplit_encoder.models import deepseek_ocr, dense, internvl, kimi, llama4, qwen_vl, step3, whisper
+from fxsplit_encoder.models import dense, kimi, patches, tiles, views, whisper
 from fxsplit_encoder.models.family import Family, Settings
 
 FAMILIES: Mapping[str, Family] = {
     name: family
-    for module in (qwen_vl, kimi, internvl, llama4, deepseek_ocr, step3, dense, whisper)
+    for module in (patches, kimi, tiles, views, dense, whisper)
     for name, family in module.FAMILIES.items()
 }
 """By a checkpoint's model type, of a whole model or of its vision tower; else by its architecture."""
@@ -92,11 +92,7 @@ def _deepseek_ocr(blocks: int) -> dict[str, Any]:
 
 
 _INTERNVIT_6B = _layers(
-    hidden_size=3200,
-    num_attention_heads=25,
-    intermediate_size=12800,
-    norm_type="rms_norm",
-    use_qk_norm=True,
+    hidden_size=3200, num_attention_heads=25, intermediate_size=12800, norm_type="rms_norm", use_qk_norm=True
 )
 _LLAMA4 = _layers(
     hidden_size=1408,

@@ -1,4 +1,4 @@
-"""Adapters: one file a model family, between a Hugging Face tower and the manager's protocol."""
+"""Adapters between Hugging Face towers and the manager's protocol: a file a way of cutting images."""
 
 from fxsplit_encoder.towers.packed import PackedTower
 from fxsplit_encoder.towers.registry import DenseTowerSpec, supported_towers, wrap

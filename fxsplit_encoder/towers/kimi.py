@@ -31,12 +31,7 @@ class RasterTower(PackedTower):
         "merge_permutation": (0, torch.int64),
     }
 
-    def __init__(
-        self,
-        tower: nn.Module,
-        table_shape: tuple[int, int],
-        out_hidden_size: int,
-    ) -> None:
+    def __init__(self, tower: nn.Module, table_shape: tuple[int, int], out_hidden_size: int) -> None:
         config: Any = tower.config
         height, width = config.merge_kernel_size
         patch_size = config.patch_size

@@ -106,17 +106,17 @@ class GenericTower(DenseTower):
 _QWEN25 = ("Exaone4_5_VisionModel", "Qwen2_5OmniVisionEncoder", "Qwen2_5_VisionTransformerPretrainedModel")
 _QWEN3 = ("Qwen3_5MoeVisionModel", "Qwen3_5VisionModel", "Qwen3VLMoeVisionModel", "Qwen3VLVisionModel")
 _ADAPTERS = {
-    "DeepseekOcrVisionModel": ("deepseek_ocr", "DeepseekOcrTower"),
-    **dict.fromkeys(("Glm4vMoeVisionModel", "Glm4vVisionModel"), ("glm4v", "Glm4vTower")),
-    **dict.fromkeys(("InternVLForConditionalGeneration", "InternVLModel"), ("internvl", "InternVLTower")),
+    "DeepseekOcrVisionModel": ("cropped", "DeepseekOcrTower"),
+    **dict.fromkeys(("Glm4vMoeVisionModel", "Glm4vVisionModel"), ("qwen_vl", "Glm4vTower")),
+    **dict.fromkeys(("InternVLForConditionalGeneration", "InternVLModel"), ("dense", "InternVLTower")),
     "KimiVLVisionModel": ("kimi", "KimiVLTower"),
     "Kimi_K25VisionModel": ("kimi", "KimiK25Tower"),
-    **dict.fromkeys(("Llama4ForConditionalGeneration", "Llama4VisionModel"), ("llama4", "Llama4Tower")),
+    **dict.fromkeys(("Llama4ForConditionalGeneration", "Llama4VisionModel"), ("dense", "Llama4Tower")),
     "Qwen2VisionTransformerPretrainedModel": ("qwen_vl", "Qwen2VLTower"),
     **dict.fromkeys(_QWEN25, ("qwen_vl", "Qwen25VLTower")),
     **dict.fromkeys(_QWEN3, ("qwen_vl", "Qwen3VLTower")),
-    "Step3VisionModel": ("step3p7", "Step3VLTower"),
-    **dict.fromkeys(("Step3p7Model", "Step3p7VisionModel"), ("step3p7", "Step3p7Tower")),
+    "Step3VisionModel": ("cropped", "Step3VLTower"),
+    **dict.fromkeys(("Step3p7Model", "Step3p7VisionModel"), ("cropped", "Step3p7Tower")),
 }
 
 

@@ -316,8 +316,11 @@ class DenseTower(TileTower):
         given = {name: counts for name, counts in given.items() if counts is not None}
         if not given or any(mm_kwargs.get(name) is not None for name in tiles):
             return None
-        most = MOST_ROWS // self.tokens_per_tile
-        return [count for name, counts in given.items() for count in _planned(name, counts, most)]
+        most, counts = MOST_ROWS // self.tokens_per_tile, list[int]()
+        expected = f"at most {MOST_PLANNED_ITEMS} tile counts of at least 1, of {most} tiles in all"
+        for name, own in given.items():
+            counts += _positive_counts(name, own, expected, MOST_PLANNED_ITEMS, range(most + 1))
+        return counts
 
     def _read(self, mm_kwargs: dict[str, Any]) -> tuple[list[Tensor], list[int]]:
         """The tiles of a batch, and how many every item has: the images', then the videos'."""
@@ -373,12 +376,6 @@ def _counts(name: str, given: Any, total: int) -> list[int]:
         return [1] * total
     expected = f"tile counts of at least 1 that add up to its {total} tiles"
     return _positive_counts(name, given, expected, total, range(total, total + 1))
-
-
-def _planned(name: str, given: Any, most: int) -> list[int]:
-    """The tiles of every item of a plan, `most` in all."""
-    expected = f"at most {MOST_PLANNED_ITEMS} tile counts of at least 1, of {most} tiles in all"
-    return _positive_counts(name, given, expected, MOST_PLANNED_ITEMS, range(most + 1))
 
 
 def _positive_counts(name: str, given: Any, expected: str, most: int, totals: range) -> list[int]:

@@ -165,22 +165,17 @@ def test_attention_kernels_are_begun_before_there_is_a_graph(
 ) -> None:
     log: list[Any] = []
 
-    def start(
-        names: list[str], width: int, dtype: torch.dtype, device: torch.device
-    ) -> list[compile_jobs.Job]:
-        jobs = [job for job in compile_jobs.jobs_of(names, width, dtype) if job not in log]
-        log.extend(jobs)
-        return jobs
+    def start(names: list[str], width: int, dtype: torch.dtype, device: torch.device) -> None:
+        log.extend(job for name in names if (job := (name, width, dtype)) not in log)
 
     monkeypatch.setattr(compile_jobs, "why_not", lambda device: "")
     monkeypatch.setattr(compile_jobs, "warm_up", lambda number, device: None)
     monkeypatch.setattr(compile_jobs, "start", start)
-    monkeypatch.setattr(compile_jobs, "leave", lambda jobs: log.append(sorted(jobs)))
     blocks = Blocks(depth=2).requires_grad_(False)
     examples = {"x": torch.randn(9, 20), "cu": torch.tensor([0, 4, 4, 9], dtype=torch.int32)}
     options = CompileOptions(SPLITTING_OPS, "eager", passes=passes, observe=lambda graph: log.append("graph"))
     trace_with(lambda inputs: blocks(inputs["x"], inputs["cu"]), examples, options, blocks)
     packed = ["flash_attn_4", "flash_attn_4_64x128", "flash_attn_4_128x128"]
-    jobs = compile_jobs.jobs_of(packed, 80 if passes else 72, torch.float32)
-    own = compile_jobs.jobs_of(packed[:1], 72, torch.float32) if passes else []
-    assert log == [*jobs, *own, "graph", []]
+    jobs = [(name, 80 if passes else 72, torch.float32) for name in packed]
+    own = [(packed[0], 72, torch.float32)] if passes else []
+    assert log == [*jobs, *own, "graph"]

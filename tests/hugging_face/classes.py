@@ -19,8 +19,9 @@ import transformers
 from torch import nn
 
 import fxsplit_encoder as fx
-from fxsplit_encoder.hugging_face.calls import is_named, twin_of
+from fxsplit_encoder.hugging_face.calls import twin_of
 from fxsplit_encoder.hugging_face.lifecycle import find_towers
+from fxsplit_encoder.hugging_face.rules import is_named
 from fxsplit_encoder.planning.plan import MissReason
 from fxsplit_encoder.towers.grid import count_patches
 from fxsplit_encoder.towers.rules import MODEL_ERRORS, GridTower, arguments_of

@@ -10,8 +10,8 @@ import transformers
 from torch import nn
 
 import fxsplit_encoder as fx
-from fxsplit_encoder.hugging_face.calls import is_named
 from fxsplit_encoder.hugging_face.lifecycle import find_towers
+from fxsplit_encoder.hugging_face.rules import is_named
 
 from .models import MODELS, TOWER
 

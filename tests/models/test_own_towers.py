@@ -15,17 +15,15 @@ from safetensors import safe_open
 from transformers.image_utils import SizeDict
 
 import fxsplit_encoder as fx
-from fxsplit_encoder.models.deepseek_ocr import deepseek_crops, deepseek_grid
 from fxsplit_encoder.models.eager import share_weights
 from fxsplit_encoder.models.kimi import padded_size
-from fxsplit_encoder.models.llama4 import llama4_grid, llama4_tiles
 from fxsplit_encoder.models.load import load_tower
 from fxsplit_encoder.models.patches import patchify
 from fxsplit_encoder.models.prepare import HALF, ProcessorSettings, load_inputs
 from fxsplit_encoder.models.random import draw_weights
 from fxsplit_encoder.models.registry import FAMILIES
-from fxsplit_encoder.models.step3 import Step3Plan, step3_plan, step3_views
-from fxsplit_encoder.models.tiles import cut
+from fxsplit_encoder.models.tiles import cut, llama4_grid, llama4_tiles
+from fxsplit_encoder.models.views import Step3Plan, deepseek_crops, deepseek_grid, step3_plan, step3_views
 
 from .checkpoints import CHECKPOINTS, CPU, STACK, clip, save
 from .processors import library, noise

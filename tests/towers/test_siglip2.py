@@ -11,7 +11,7 @@ from transformers.models.siglip2.configuration_siglip2 import Siglip2VisionConfi
 from transformers.models.siglip2.modeling_siglip2 import Siglip2VisionModel
 
 import fxsplit_encoder as fx
-from fxsplit_encoder.towers.siglip2 import Siglip2Tower
+from fxsplit_encoder.towers.dense import Siglip2Tower
 
 SIDE, PATCHES = 4, 300
 # Of one column torch resizes wrongly on a CPU.

@@ -12,7 +12,7 @@ from transformers.models.step3p7.configuration_step3p7 import Step3p7VisionConfi
 from transformers.models.step3p7.modeling_step3p7 import Step3p7Model, Step3p7VisionModel
 
 import fxsplit_encoder as fx
-from fxsplit_encoder.towers.step3p7 import Step3p7Tower
+from fxsplit_encoder.towers.cropped import Step3p7Tower
 
 from .dense_models import assert_close, encoded
 from .random_weights import randomize

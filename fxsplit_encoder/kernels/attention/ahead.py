@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
-from contextvars import ContextVar
 
 import torch
 from torch import Tensor, fx
@@ -18,9 +17,6 @@ from fxsplit_encoder.kernels.choice import AUTO
 # Their dtype and width.
 Heads = tuple[torch.dtype, int]
 
-_expected: ContextVar[set[compile_jobs.Job] | None] = ContextVar("fxsplit_encoder_expected", default=None)
-"""Jobs started for the graph of the current trace alone, which may have other heads in the end."""
-
 
 def warm_up(device: torch.device) -> None:
     """Starts processes for `compile_ahead` if nothing was measured on the device."""
@@ -32,14 +28,14 @@ def warm_up(device: torch.device) -> None:
 
 @contextlib.contextmanager
 def compiling_as_traced(device: torch.device, stored_width: Callable[[int], int]) -> Iterator[None]:
-    """Starts jobs of `compile_ahead` while attention is traced, and abandons those for other heads than the
-    graph's, to whose width of heads `stored_width` maps a traced one.
+    """Starts jobs of `compile_ahead` while attention is traced; `stored_width` maps a traced width of heads
+    to that of the graph.
     """
     chooser = current_chooser()
-    if _expected.get() is not None or _is_settled(chooser) or compile_jobs.why_not(device):
+    if _is_settled(chooser) or compile_jobs.why_not(device):
         yield
         return
-    known, met, expected = _known_heads(chooser, device), set[Heads](), set[compile_jobs.Job]()
+    known, met = _known_heads(chooser, device), set[Heads]()
 
     def meet(query: Tensor) -> None:
         dtype, width = query.dtype, query.shape[-1]
@@ -48,19 +44,16 @@ def compiling_as_traced(device: torch.device, stored_width: Callable[[int], int]
         met.add((dtype, width))
         stored = stored_width(width)
         if (dtype, stored) not in known:
-            begun = compile_jobs.start(_names(chooser, is_dense=False), stored, dtype, device)
-            expected.update(begun if stored != width else ())
+            compile_jobs.start(_names(chooser, is_dense=False), stored, dtype, device)
         if stored != width and (dtype, width) not in known:
             names = _names(chooser, is_dense=False, is_captured=False)
             compile_jobs.start(names, width, dtype, device)
 
-    entered, token = _expected.set(expected), traced.set(meet)
+    token = traced.set(meet)
     try:
         yield
     finally:
         traced.reset(token)
-        _expected.reset(entered)
-        compile_jobs.leave(expected)
 
 
 def heads_of(nodes: Iterable[fx.Node]) -> dict[Heads, bool]:
@@ -81,16 +74,13 @@ def compile_ahead(nodes: Iterable[fx.Node], device: torch.device, *, eager: Iter
     chooser = current_chooser()
     if _is_settled(chooser) or compile_jobs.why_not(device):
         return
-    known, expected = _known_heads(chooser, device), _expected.get()
-    captured = heads_of(nodes)
+    known, captured = _known_heads(chooser, device), heads_of(nodes)
     wanted = {heads: _names(chooser, is_dense=is_dense) for heads, is_dense in captured.items()}
     for heads in eager:
         wanted.setdefault(heads, _names(chooser, is_dense=False, is_captured=False))
     for (dtype, head_dim), names in wanted.items():
         if (dtype, head_dim) not in known:
             compile_jobs.start(names, head_dim, dtype, device)
-            if expected is not None:
-                expected.difference_update(compile_jobs.jobs_of(names, head_dim, dtype))
 
 
 def _known_heads(chooser: KernelChooser, device: torch.device) -> set[Heads]:

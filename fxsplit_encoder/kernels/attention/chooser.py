@@ -134,17 +134,7 @@ def _share(tokens: int, segments: int) -> list[int]:
     return [end - start for start, end in itertools.pairwise(ends)]
 
 
-def pairs(lengths: list[int]) -> int:
-    """Pairs of tokens that attend to each other, to which the work is proportional."""
-    return sum(length**2 for length in lengths)
-
-
 # --- the choice
-
-# What an eager call costs at least, however little it attends to: the host's part of it. That of the dense
-# kernels was 38 to 141 microseconds on the host of an H200, with a median of 55
-# (benchmarks/results/attention.json).
-_HOST_US = 50.0
 
 
 class Measurements(KernelMeasurements[AttentionShape, AttentionKernel]):
@@ -227,18 +217,6 @@ class KernelChooser(Chooser[AttentionShape, AttentionKernel]):
             f"{heads}x{head_dim} {str(dtype).removeprefix('torch.')}: {kernel.name}"
             for (_, dtype, heads, head_dim), kernel in self._by_heads.items()
         )
-
-    def estimate(self, shape: AttentionShape, lengths: Sequence[int]) -> float | None:
-        """Microseconds of the chosen kernel for known segments, scaled from the nearest class, or None."""
-        found = self.measurements.find(shape)
-        if found is None:
-            return None
-        measured_shape, measured = found
-        chosen = measured.microseconds.get(self.ranking(shape)[0].name)
-        if chosen is None:
-            return None
-        work = pairs(list(lengths)) / max(1, pairs(example_lengths(measured_shape)[0]))
-        return max(chosen * work, min(chosen, _HOST_US))
 
 
 def shape_of(

@@ -38,7 +38,9 @@ def features_after(activation: str, out_features: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ProductShape(CallShape):
-    """One call of a linear layer, a class by itself: a few rows more may begin another wave of tiles."""
+    """One call of a linear layer, a class by itself: a few rows more may begin another wave of tiles. Only
+    what will be captured is measured, so there are as many as budgets.
+    """
 
     operation: ClassVar[str] = "products"
 
@@ -48,10 +50,6 @@ class ProductShape(CallShape):
     """Of the product, before the activation."""
     bias: bool
     activation: str
-
-    def rounded(self) -> ProductShape:
-        """The class: itself. Only what will be captured is measured, so there are as many as budgets."""
-        return self
 
     def kind(self) -> tuple[int | str, ...]:
         """Returns the layer and its activation."""

@@ -14,18 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fxsplit_encoder.errors import InputError
-from fxsplit_encoder.models.encoders.transformer import (
-    EncoderLayers,
-    check_tiles,
-    tokens_with_class,
-)
-from fxsplit_encoder.towers.folded import (
-    FoldedTable,
-    FoldedTables,
-    resized_grid,
-    resized_positions,
-    sides_of,
-)
+from fxsplit_encoder.models.encoders.transformer import EncoderLayers, check_tiles, tokens_with_class
+from fxsplit_encoder.towers.folded import FoldedTable, FoldedTables, resized_grid, resized_positions, sides_of
 
 
 @dataclass(frozen=True)

@@ -11,17 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from fxsplit_encoder.models.encoders.transformer import (
-    EncoderLayers,
-    check_tiles,
-    tokens_with_class,
-)
-from fxsplit_encoder.towers.folded import (
-    FoldedTable,
-    FoldedTables,
-    resized_positions,
-    sides_of,
-)
+from fxsplit_encoder.models.encoders.transformer import EncoderLayers, check_tiles, tokens_with_class
+from fxsplit_encoder.towers.folded import FoldedTable, FoldedTables, resized_positions, sides_of
 
 # The model was trained with its class token four times over, so that the length divides by eight ranks.
 _CLASS_TOKENS = 4

@@ -77,10 +77,11 @@ def test_every_condition_has_a_reason(possible: Path, monkeypatch: pytest.Monkey
 
 
 def test_what_was_begun_is_waited_for_and_not_begun_again(possible: Path) -> None:
-    assert processes.start(["one"], 72, torch.bfloat16, HOPPER) == [("one", 72, "bfloat16")]
-    assert processes.start(["one", "two"], 72, torch.bfloat16, HOPPER) == [("two", 72, "bfloat16")]
-    assert processes.start(["one"], 72, torch.bfloat16, torch.device("cpu")) == []
-    assert len(processes.state.processes) == 2
+    processes.start(["one"], 72, torch.bfloat16, HOPPER)
+    processes.start(["one", "two"], 72, torch.bfloat16, HOPPER)
+    processes.start(["one"], 72, torch.bfloat16, torch.device("cpu"))
+    jobs = [each.jobs for each in processes.state.processes]
+    assert jobs == [[("one", 72, "bfloat16")], [("two", 72, "bfloat16")]]
     processes.wait()
     assert not processes.is_running() and done(possible) == ["one-72", "two-72"]
     assert (possible / "one-72").read_text() == "132"
@@ -182,30 +183,6 @@ def test_the_bound_is_ignored_on_hopper_alone(monkeypatch: pytest.MonkeyPatch) -
         assert decide(HOPPER) == (major == 9)
 
 
-def test_what_was_begun_in_vain_is_said_and_not_waited_for(
-    possible: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(processes.state, "left", [])
-    processes.leave([])
-    assert caplog.text == ""
-    vain = processes.start(["sleeps"], 80, torch.bfloat16, HOPPER)
-    processes.start(["one"], 72, torch.bfloat16, HOPPER)
-    processes.leave(vain)
-    assert "compiled ahead in vain, since the graph has other heads: [('sleeps', 80" in caplog.text
-    processes.wait()
-    assert not processes.is_running() and done(possible) == ["one-72"]
-    (sleeping,) = processes.state.left
-    assert sleeping.status is None
-    processes.end_all()
-    assert sleeping.end() != 0
-    assert processes.start(["sleeps"], 80, torch.bfloat16, HOPPER) == vain  # it may be asked for after all
-    processes.leave(vain)
-    processes.end_all()
-    assert [each.end() != 0 for each in processes.state.left] == [True]
-    processes.leave(processes.start(["one"], 80, torch.bfloat16, HOPPER))
-    assert processes.state.left[-1].end(60) == 0 and done(possible) == ["one-72", "one-80"]
-
-
 # --- which
 
 
@@ -213,9 +190,8 @@ def test_what_was_begun_in_vain_is_said_and_not_waited_for(
 def begun(possible: Path, monkeypatch: pytest.MonkeyPatch) -> Begun:
     found: Begun = []
 
-    def start(names: list[str], width: int, dtype: torch.dtype, device: torch.device) -> list[processes.Job]:
+    def start(names: list[str], width: int, dtype: torch.dtype, device: torch.device) -> None:
         found.append((names, width))
-        return processes.jobs_of(names, width, dtype)
 
     monkeypatch.setattr(processes, "start", start)
     monkeypatch.setattr(processes, "warm_up", lambda number, device: found.append(([], number)))
@@ -258,44 +234,14 @@ def trace_attention(*widths: int, dtype: torch.dtype = torch.bfloat16) -> None:
             varlen_attention(*qkv, torch.empty(2, dtype=torch.int32), 4, 1.0)
 
 
-@pytest.fixture
-def in_vain(monkeypatch: pytest.MonkeyPatch) -> list[list[processes.Job]]:
-    found: list[list[processes.Job]] = []
-    monkeypatch.setattr(processes, "leave", lambda jobs: found.append(sorted(jobs)))
-    return found
-
-
-def test_a_trace_that_meets_attention_begins_what_its_graph_will_ask_for(
-    begun: Begun, in_vain: list[list[processes.Job]]
-) -> None:
+def test_a_trace_that_meets_attention_begins_what_its_graph_will_ask_for(begun: Begun) -> None:
     stored = {72: 80}
     trace_attention(72)
     with choosing(chooser()), ahead.compiling_as_traced(HOPPER, lambda width: stored.get(width, width)):
         assert begun == []
         trace_attention(72, 64, 72)
-        assert begun == [(PACKED, 80), (["flash_attn_4"], 72), (PACKED, 64)]
-        with ahead.compiling_as_traced(HOPPER, lambda width: width):  # within another it is that one
-            trace_attention(72)
-            ahead.compile_ahead([node(varlen_attention, 80)], HOPPER)
-        assert begun[3:] == [(PACKED, 80)]  # which begins nothing again
-        assert in_vain == []
     trace_attention(96)
-    assert begun[4:] == [] and in_vain == [[]]
-
-
-def test_what_was_expected_of_a_graph_and_is_not_there_was_begun_in_vain(
-    begun: Begun, in_vain: list[list[processes.Job]]
-) -> None:
-    with choosing(chooser()), ahead.compiling_as_traced(HOPPER, lambda width: 80):
-        trace_attention(72)
-        ahead.compile_ahead([node(varlen_attention, 72)], HOPPER, eager={(torch.bfloat16, 72): False})
-    assert begun == [(PACKED, 80), (["flash_attn_4"], 72), (PACKED, 72)]
-    assert in_vain == [processes.jobs_of(sorted(PACKED), 80, torch.bfloat16)]
-    with choosing(chooser()), pytest.raises(ZeroDivisionError):
-        with ahead.compiling_as_traced(HOPPER, lambda width: width):
-            trace_attention(64)
-            raise ZeroDivisionError  # the tower's own forward is captured, which calls these
-    assert in_vain[1:] == [[]]
+    assert begun == [(PACKED, 80), (["flash_attn_4"], 72), (PACKED, 64)]
 
 
 def test_heads_whose_width_varies_are_left_out() -> None:

@@ -1,4 +1,4 @@
-"""Attention over known segments: whatever kernels share them, each segment attends to itself alone."""
+"""Attention over known segments: whatever kernel takes them, each segment attends to itself alone."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fxsplit_encoder.kernels.attention import AttentionShape, KernelChooser, KnownSegments, builtin
-from fxsplit_encoder.kernels.attention import known_segments as segments
-from fxsplit_encoder.kernels.attention.chooser import Measurements, example_lengths, pairs
+from fxsplit_encoder.kernels.attention import KernelChooser, KnownSegments, builtin, op
+from fxsplit_encoder.kernels.attention.chooser import Measurements
 from fxsplit_encoder.kernels.attention.op import attend
 from fxsplit_encoder.kernels.choice import Pin, choosing, measuring
 
@@ -26,26 +25,19 @@ def known(lengths: Sequence[int]) -> KnownSegments:
     return KnownSegments(cu_seqlens, cu_seqlens.tolist())
 
 
-def work(shape: AttentionShape) -> int:
-    return pairs(example_lengths(shape)[0])
-
-
 class Device:
-    """Where a dense kernel takes half of the packed one's time for segments of 5 and more, and must plan."""
+    """Where a dense kernel, which must plan, takes half of the packed one's time."""
 
-    def __init__(self, dense_us: float = 500.0, packed_us: float = 1000.0) -> None:
+    def __init__(self) -> None:
         self.packed = FakeKernel("packed")
         self.dense = FakeKernel("dense", dense=True, plans=True)
-        meter = FakeMeter(
-            {
-                "packed": lambda shape: packed_us * work(shape),
-                "dense": lambda shape: (dense_us if shape.longest >= 5 else 2 * packed_us) * work(shape),
-            }
-        )
+        meter = FakeMeter({"packed": lambda shape: 10.0, "dense": lambda shape: 5.0})
         self.chooser = KernelChooser(measurements=Measurements([self.packed, self.dense], meter))
 
-    def run(self, lengths: Sequence[int], layers: int = 1, out: Tensor | None = None) -> Tensor:
-        values = fused_qkv(sum(lengths), seed=sum(lengths))
+    def run(
+        self, lengths: Sequence[int], layers: int = 1, padding: int = 0, out: Tensor | None = None
+    ) -> Tensor:
+        values = fused_qkv(sum(lengths) + padding, seed=sum(lengths))
         batch = known(lengths)
         with choosing(self.chooser), measuring():
             for _ in range(layers):
@@ -62,59 +54,47 @@ class Device:
 
 @pytest.fixture(autouse=True)
 def no_shape_has_come(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(segments, "_shapes", segments.Shapes())
+    monkeypatch.setattr(op, "_shapes", op.Shapes())
     yield
 
 
 @settings(max_examples=60)
-@given(st.lists(st.sampled_from([0, 1, 3, 5, 6, 9]), max_size=8), st.booleans())
-def test_kernels_that_share_the_segments_equal_one(lengths: list[int], has_come_before: bool) -> None:
+@given(
+    st.one_of(
+        st.lists(st.sampled_from([0, 1, 5, 6]), max_size=5), st.integers(1, 4).map(lambda count: [3] * count)
+    ),
+    st.sampled_from([0, 2]),
+    st.booleans(),
+)
+def test_each_segment_attends_to_itself_and_rows_outside_stay(
+    lengths: list[int], padding: int, has_come_before: bool
+) -> None:
     device, rows = Device(), sum(lengths)
-    expected = reference(*fused_qkv(rows, seed=rows), lengths, 0.5).float()
+    expected = reference(*fused_qkv(rows + padding, seed=rows), lengths, 0.5).float()[:rows]
     if has_come_before:
-        device.run(lengths)
-    torch.testing.assert_close(device.run(lengths), expected)
-    out = torch.full((rows + 2, *expected.shape[1:]), 7.0)
-    assert device.run(lengths, out=out) is out
-    torch.testing.assert_close(out[:-2], expected)
-    assert out[-2:].eq(7).all()
+        device.run(lengths, padding=padding)
+    torch.testing.assert_close(device.run(lengths, padding=padding)[:rows], expected)
+    out = torch.full((rows + padding + 2, *expected.shape[1:]), 7.0)
+    assert device.run(lengths, padding=padding, out=out) is out
+    torch.testing.assert_close(out[:rows], expected)
+    assert out[rows:].eq(7).all()
 
 
-def test_neighbors_of_one_length_are_one_dense_batch_from_the_second_time_on() -> None:
-    device, lengths = Device(), [2, 6, 6, 6, 3, 3, 9]
-    device.run(lengths)
-    assert device.calls() == ([(7, 9)], [])
-    device.run(lengths, layers=2)
-    assert device.calls() == ([(1, 2), (2, 3)] * 2, [(3, 6), (1, 9)] * 2)
+def test_segments_of_one_length_are_one_dense_batch_from_the_second_time_on() -> None:
+    device = Device()
+    device.run([6, 6, 6])
+    assert device.calls() == ([(3, 6)], [])
+    device.run([6, 6, 6], layers=2)
+    assert device.calls() == ([], [(3, 6)] * 2)
     device.run([6])
     assert device.calls() == ([(1, 6)], [])  # a batch of one is another shape, and new
-
-
-def test_all_go_to_one_kernel_where_several_would_take_longer() -> None:
-    # A tenth is gained where the dense kernel runs: nearly everywhere, or for one segment of many.
-    for lengths, are_shared in (([5, *[19, 1] * 3], True), ([5, *[4, 3] * 20], False)):
-        device = Device(dense_us=900.0)
-        device.run(lengths)
-        device.calls()
-        device.run(lengths)
-        packed, dense = device.calls()
-        assert (len(dense) > 0) == are_shared
-        assert are_shared or packed == [(len(lengths), 5)]
-
-
-@pytest.mark.parametrize(("microseconds", "are_shared"), [(0.2, False), (1000.0, True)])
-def test_kernels_share_the_segments_unless_their_calls_cost_the_host_more_than_they_gain(
-    microseconds: float, are_shared: bool
-) -> None:
-    device, lengths = Device(dense_us=0.5 * microseconds, packed_us=microseconds), [6, 6, 2, 7, 7, 2, 9]
-    device.run(lengths)
-    device.calls()
-    device.run(lengths)
-    assert bool(device.calls()[1]) == are_shared
+    for _ in range(2):
+        device.run([6, 6, 5])
+    assert device.calls() == ([(3, 6)] * 2, [])
 
 
 def test_only_so_many_shapes_are_planned(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(segments, "_MOST_SHAPES", 1)
+    monkeypatch.setattr(op, "_MOST_SHAPES", 1)
     device = Device()
     for _ in range(2):
         for length in (6, 7):
@@ -122,18 +102,15 @@ def test_only_so_many_shapes_are_planned(monkeypatch: pytest.MonkeyPatch) -> Non
     assert device.calls() == ([(1, 6), (1, 7), (1, 7)], [(1, 6)])
 
 
-def test_a_pinned_kernel_needs_no_prediction() -> None:
+def test_a_pinned_kernel_is_taken_where_it_works() -> None:
     device = Device()
     device.chooser.pins = (Pin((), "dense"),)
-    batch, values = known([2, 3, 3]), fused_qkv(8)
-    for each in (batch, known([2, 3, 3])):
-        with choosing(device.chooser):
-            each.attend(*values, 0.5)
-    assert device.calls() == ([(3, 3)], [(1, 2), (2, 3)])
+    for lengths in ([3, 3], [2, 3, 3], [3, 3]):
+        device.run(lengths)
+    assert device.calls() == ([(2, 3), (3, 3)], [(2, 3)])
     device.chooser.pins = (Pin((), "packed"),)
-    for _ in range(2):
-        device.run([6, 6, 2])
-    assert device.calls() == ([(3, 6)] * 2, [])
+    device.run([3, 3])
+    assert device.calls() == ([(2, 3)], [])
 
 
 @pytest.mark.parametrize("lengths", [[6, 6, 2], [7, 7], [14], [0, 14, 0]])

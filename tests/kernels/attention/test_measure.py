@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from torch import Tensor
 
 from fxsplit_encoder.kernels.attention import AttentionShape
-from fxsplit_encoder.kernels.attention.chooser import AttentionMeter, example_lengths, pairs
+from fxsplit_encoder.kernels.attention.chooser import AttentionMeter, example_lengths
 from fxsplit_encoder.kernels.meter import Measured
 
 from .fakes import FakeKernel, shapes
@@ -179,7 +179,7 @@ def test_examples_are_calls_of_their_shape(of: AttentionShape) -> None:
         assert len(lengths) == of.segments
         assert min(lengths) >= 0
         assert max(lengths) <= of.longest
-        assert 0 < pairs(lengths) <= of.longest * of.tokens
+        assert 0 < sum(length**2 for length in lengths) <= of.longest * of.tokens
         assert sum(lengths) <= of.tokens
     assert max(lists[0]) == of.longest
     if of.equal:
