@@ -6,7 +6,7 @@ import contextlib
 import logging
 import threading
 import weakref
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, TypeAlias
@@ -51,6 +51,9 @@ logger = logging.getLogger(__name__)
 # Forwards of other sizes than the token count whose captures are kept, before all of them are given up.
 _MOST_PROGRAMS = 32
 
+# Modules of one class whose captures a graph keeps, before those of the least recent one are given up.
+_MOST_MODULES = 64
+
 # Plans depend on sizes alone, and the same sizes come again.
 _KEPT_PLANS = 1024
 
@@ -88,19 +91,26 @@ class BudgetDispatcher:
 
     Args:
         weights: the program's last inputs, which a call is not given.
+        owners: whose graph it is; None: that of the current trace.
     """
 
     alive: ClassVar[weakref.WeakSet[BudgetDispatcher]] = weakref.WeakSet()
     """Those of this process."""
 
-    def __init__(self, program: Program, config: EncoderConfig, weights: LiveWeights) -> None:
+    def __init__(
+        self,
+        program: Program,
+        config: EncoderConfig,
+        weights: LiveWeights,
+        owners: Sequence[weakref.ref[Any]] | None = None,
+    ) -> None:
         self.program = program
         self.config = config
         self.pool = GraphPool(program.device)
         self.kernels = Choosers.of(config)
         self.kernels.check(program.device)
         self.statistics = Statistics(log_interval=0)
-        self.owners = owners_of_trace()
+        self.owners = owners_of_trace() if owners is None else owners
         """Whose graph it is: what `torch.compile` made, and the module."""
         self.programs: dict[tuple[int, ...], CallProgram] = {}
         """By the sizes other than the token count: they are part of a capture's shape. Without a token count
@@ -151,6 +161,12 @@ class BudgetDispatcher:
             self.programs.clear()
             self._plans.clear()
             self._weight_checks.all_are_due()
+
+    def let_go(self) -> None:
+        """Keeps no parameter alive until the next call."""
+        with self._lock:
+            self._parameters.let_go()
+            self.program.derived.let_go()
 
     def outdate_weights(self) -> None:
         """Makes the next call check its parameters and compute derived ones anew."""
@@ -343,6 +359,57 @@ class BudgetDispatcher:
             if self.config.debug:
                 self.pool.handed_out.add(each for each in own if isinstance(each, torch.Tensor))
             return own, planned, program.key(budget)
+
+
+class SharedGraph:
+    """Runs one graph for every module of a class, with a dispatcher for the parameters of each.
+
+    `torch.compile` passes parameters as arguments, so that a second module of the same code runs the graph of
+    the first. Whose a call is, the address of its first parameter says.
+    """
+
+    def __init__(self, first: BudgetDispatcher) -> None:
+        self._first = first
+        self._index = min(first.program.static_inputs)
+        self._parameters: dict[int, weakref.ref[torch.Tensor]] = {}
+        self._dispatchers: OrderedDict[int, BudgetDispatcher] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def __call__(self, args: Sequence[Any]) -> list[Any]:
+        """Runs the graph on its inputs, as the dispatcher of their module does."""
+        parameter = args[self._index]
+        dispatcher = self._dispatchers.get(parameter.data_ptr()) or self._dispatcher_of(parameter)
+        return dispatcher(args)
+
+    def _dispatcher_of(self, parameter: torch.Tensor) -> BudgetDispatcher:
+        address = parameter.data_ptr()
+        with self._lock:
+            dispatcher = self._without_module() or self._another()
+            self._dispatchers[address] = dispatcher
+            self._parameters[address] = weakref.ref(parameter)
+        return dispatcher
+
+    def _without_module(self) -> BudgetDispatcher | None:
+        """Takes away a dispatcher whose module has another first parameter now, or is no more."""
+        for address, dispatcher in self._dispatchers.items():
+            dispatcher.let_go()
+            parameter = self._parameters[address]()
+            if parameter is None or parameter.data_ptr() != address:
+                del self._parameters[address]
+                return self._dispatchers.pop(address)
+        return None
+
+    def _another(self) -> BudgetDispatcher:
+        first = self._first
+        if not self._dispatchers:
+            return first
+        if len(self._dispatchers) >= _MOST_MODULES:
+            logger.warning("captures of the first of %d modules of a class are given up", _MOST_MODULES)
+            address, oldest = self._dispatchers.popitem(last=False)
+            del self._parameters[address]
+            oldest.clear()
+            return oldest
+        return BudgetDispatcher(first.program.for_others(), first.config, LiveWeights(), first.owners)
 
 
 class CallProgram(CapturedProgram):

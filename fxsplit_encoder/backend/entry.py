@@ -14,7 +14,7 @@ from torch import fx
 
 from fxsplit_encoder._torch.dynamo import original_module
 from fxsplit_encoder._torch.dynamo_errors import RestartAnalysis, TraceAgain
-from fxsplit_encoder.backend.dispatch import BudgetDispatcher, capturing_all
+from fxsplit_encoder.backend.dispatch import BudgetDispatcher, SharedGraph, capturing_all
 from fxsplit_encoder.compile.blocks import LiveWeights, end_blocks, takes_blocks
 from fxsplit_encoder.compile.options import CompileOptions
 from fxsplit_encoder.compile.program import Program
@@ -85,7 +85,9 @@ def _compiled(
         compile_options = replace(compile_options, piece_compiler="eager")
 
     def dispatcher(program: Program, weights: LiveWeights) -> Callable[[Sequence[Any]], list[Any]]:
-        return BudgetDispatcher(program, config, weights)
+        first = BudgetDispatcher(program, config, weights)
+        # Weights of blocks are looked up in one tower.
+        return first if weights or not program.static_inputs else SharedGraph(first)
 
     try:
         return compile_graph(module, example_inputs, compile_options, dispatcher)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -20,6 +21,7 @@ from fxsplit_encoder.capture.parameters import MemoryOrders
 from fxsplit_encoder.compile.blocks import LiveWeights
 from fxsplit_encoder.compile.options import HostOp
 from fxsplit_encoder.compile.program import Bindings, NamedRegion, Program, RegionInput
+from fxsplit_encoder.compile.sizes import SymbolValues
 from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.errors import CaptureError, CaptureMemoryError, ConfigError, WeightsMovedError
 from fxsplit_encoder.planning.limits import generate_budgets, inferred_budgets
@@ -109,6 +111,16 @@ class CallForward:
         self.region = region
         self.parameters = parameters
 
+    def fixed(self, symbols: SymbolValues) -> Bindings:
+        """Binds what is the same in every run: parameters, constants, derived parameters."""
+        program = self.region.program
+        slots = self.parameters.aliases + [None] * (program.num_slots - program.num_inputs)
+        for slot, constant in program.constants.items():
+            slots[slot] = constant
+        for slot, derived in program.derived.values.items():
+            slots[slot] = derived
+        return Bindings(slots, dict(symbols))
+
     def is_always_full(self, tokens: int) -> bool:
         """Never: counts that fill a budget are captured when they come."""
         return False
@@ -127,9 +139,7 @@ class ProgramForward(CallForward):
         super().__init__(region, parameters)
         self.budgets = budgets
         program = region.program
-        self._template = Bindings([None] * program.num_slots, dict(bindings.symbols))
-        for slot in program.fixed_slots:
-            self._template.slots[slot] = bindings.slots[slot]
+        self._symbols = dict(bindings.symbols)
         self.sizes = sizes_of(program, bindings)
         self.declares_padding = program.padding.allowed
         """Whether padding is taken to leave real rows alone without a proof."""
@@ -139,9 +149,8 @@ class ProgramForward(CallForward):
         does not hold for so many, or, before any is made, memory does not hold them.
         """
         program, rows = self.region.program, self.budgets.rows(tokens)
-        bindings = self._template.copy()
         assert program.token_symbol is not None
-        bindings.symbols[program.token_symbol] = rows
+        bindings = self.fixed({**self._symbols, program.token_symbol: rows})
         self._check_memory(bindings.symbols, tokens)
         values = {
             name: self._example_input(name, entry, bindings.symbols, tokens, rows)
@@ -200,9 +209,7 @@ class SizedForward(CallForward):
         """
         program, call = self.region.program, self.call
         assert call is not None
-        bindings = Bindings([None] * program.num_slots, dict(call.symbols))
-        for slot in program.fixed_slots:
-            bindings.slots[slot] = call.slots[slot]
+        bindings = self.fixed(call.symbols)
         values = {name: call.slots[entry.slot] for name, entry in self.region.inputs.items()}
         inputs = StaticInputs(
             shared.share(StaticBuffer(name, _stored_as(name, v.to(program.device), v.stride()), None))
@@ -231,19 +238,22 @@ class CallParameters:
     """Parameters of a program: those among the arguments of a call, and the `weights` of blocks.
 
     A replay checks them after its launch, while the device works: its capture holds the memory that it reads.
-    Captures and runs at the exact shape check them first.
+    Captures and runs at the exact shape check them first. The parameters themselves are not held.
     """
 
     def __init__(self, program: Program, weights: LiveWeights) -> None:
         self._live = weights
+        self._num_inputs = program.num_inputs
         num_given = program.num_inputs - len(weights)
-        self._given_of = _picker(sorted(index for index in program.static_inputs if index < num_given))
+        given = sorted(index for index in program.static_inputs if index < num_given)
+        self._slots = [*given, *range(num_given, program.num_inputs)]
+        self._given_of = _picker(given)
         self._layouts: list[tuple[Any, ...] | None] | None = None
         self._unchecked: Sequence[Any] | None = None
         """Those among the arguments of the call, until they are checked."""
         self._have_moved = False
         self._weights: Sequence[Tensor] = ()
-        self._values: list[Any] = []
+        self._references: list[weakref.ref[Any]] = []
         self._addresses: list[int] = []
         self._orders = MemoryOrders(())
         self._permutable_of = _picker(())
@@ -269,9 +279,23 @@ class CallParameters:
         if self._have_moved:
             raise WeightsMovedError("capture rule 6: parameters were replaced since the capture")
 
+    @property
+    def aliases(self) -> list[Tensor | None]:
+        """Other tensors over the memory of those that were checked last, by input of the program."""
+        found: list[Tensor | None] = [None] * self._num_inputs
+        for slot, reference in zip(self._slots, self._references, strict=True):
+            parameter = reference()
+            assert parameter is not None, "a call holds its parameters"
+            found[slot] = parameter.detach()
+        return found
+
     def memory(self) -> Sequence[Tensor]:
         """Returns aliases that keep their memory from being freed."""
-        return [value.detach() for value in self._values if isinstance(value, torch.Tensor)]
+        return [alias for alias in self.aliases if alias is not None]
+
+    def let_go(self) -> None:
+        """Keeps none of the last call alive."""
+        self._unchecked = None
 
     def _are_where_they_were(self, given: Sequence[Any], weights: Sequence[Tensor]) -> bool:
         # An address alone does not tell: a matrix and its transpose may have the same one.
@@ -291,8 +315,9 @@ class CallParameters:
             self._layouts = layouts_of(values)
         check_replacements(self._layouts, values, _WHAT_TO_DO)
         addresses = list(map(torch.Tensor.data_ptr, values))
-        self._have_moved = addresses != self._addresses and bool(self._values)
-        self._weights, self._values, self._addresses = weights, values, addresses
+        self._have_moved = bool(self._references) and addresses != self._addresses
+        self._weights, self._addresses = weights, addresses
+        self._references = list(map(weakref.ref, values))
         self._orders = MemoryOrders(values)
         self._permutable_of = _picker(self._orders.indices)
 

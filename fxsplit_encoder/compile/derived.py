@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import math
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
@@ -211,6 +211,11 @@ class DerivedParameters:
         """Bytes of the derived parameters, without their sources."""
         return sum(value.numel() * value.element_size() for value in [*self._values.values()])
 
+    @property
+    def values(self) -> Mapping[int, Tensor]:
+        """The derived parameters, by slot."""
+        return self._values
+
     def fill(self, slots: list[Any]) -> None:
         """Fills the slots of derived parameters."""
         if not self.recipes:
@@ -255,6 +260,10 @@ class DerivedParameters:
     def compare(self) -> object:
         """Calls `Fingerprints.compare`."""
         return self._fingerprints.compare()
+
+    def let_go(self) -> None:
+        """Keeps no source alive until the next run."""
+        self._sources = {}
 
     def outdate(self) -> None:
         """Makes the next run or replay compute again."""

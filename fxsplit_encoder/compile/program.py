@@ -7,7 +7,7 @@ The steps up to the last host op are the *prologue* and always run at the true s
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -146,10 +146,9 @@ class Program:
         twice = {**symbols, self.token_symbol: 2 * tokens}
         return tokens % self.padding.divisor == 0 and self.accepts(twice)
 
-    @property
-    def fixed_slots(self) -> list[int]:
-        """Slots that hold the same in every run: parameters, constants, derived parameters."""
-        return [*self.static_inputs, *self.constants, *(recipe.slot for recipe in self.derived.recipes)]
+    def for_others(self) -> Program:
+        """Returns the program for other parameters, from which it derives its own."""
+        return replace(self, derived=DerivedParameters(self.derived.recipes))
 
     def begin(self, args: Sequence[Any]) -> Bindings:
         """Binds the graph's inputs and runs the prologue at the true shape; results may be on the CPU."""

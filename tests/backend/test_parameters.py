@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import fxsplit_encoder as fx
+from fxsplit_encoder.backend import dispatchers
 from fxsplit_encoder.compile.blocks import ChangedBlocksError
 from fxsplit_encoder.errors import WeightsLayoutError
 from fxsplit_encoder.runtime import requests
@@ -139,3 +140,29 @@ def test_weights_replaced_before_any_call_are_those_that_it_reads(before: int, d
             layer.bias = nn.Parameter(layer.bias + 1, requires_grad=False)
         torch.testing.assert_close(module(images), layer(images))
     assert fx.stats(module).hits >= 2
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_modules_of_one_class_share_a_graph_and_have_their_own_captures(dynamic: bool) -> None:
+    """Also those whose parameters are replaced, and one after the others are no more."""
+    images, options = torch.randn(3, 4), {"exact_min_hits": 2, "token_budgets": [3, 8]}
+    layers = [nn.Linear(4, 4).requires_grad_(False) for _ in range(3)]
+
+    def compiled(layer: nn.Linear) -> Any:
+        return torch.compile(layer, backend="encoder_cg", dynamic=dynamic, options=options)
+
+    modules: list[Any] = [compiled(layer) for layer in layers]
+    for call in range(6):
+        for number, (module, layer) in enumerate(zip(modules, layers, strict=True)):
+            if (call, number) == (3, 1):
+                layer.weight.data = layer.weight * 3
+            if (call, number) == (4, 2):
+                layer.load_state_dict({k: v + 1 for k, v in layer.state_dict().items()}, assign=True)
+            torch.testing.assert_close(module(images), layer(images))
+    known = dispatchers()
+    assert len(known) == 3
+    assert sum(each.hits for each in known) >= 3 * 6 - 3 * 2 - 2
+    del modules, module, layers[1:], layer
+    layer = nn.Linear(4, 4).requires_grad_(False)
+    torch.testing.assert_close(compiled(layer)(images), layer(images))
+    assert set(dispatchers()) == set(known)
