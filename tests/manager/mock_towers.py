@@ -188,60 +188,6 @@ class UntraceableModel(PackedModel):
         return super().encoder_cudagraph_forward(inputs, path)
 
 
-class CountsFrames(PackedModel):
-    """Encodes videos, whose frames only `prepare_encoder_cudagraph_replay_buffers` looks at: there is
-    neither `item_frames` nor `item_segments`.
-    """
-
-    def get_encoder_cudagraph_config(self) -> Config:
-        config = super().get_encoder_cudagraph_config()
-        config.modalities = ["image", "video"]
-        config.buffer_keys.append("ends")
-        return config
-
-    def get_input_modality(self, mm_kwargs: dict[str, Any]) -> str:
-        return "video"
-
-    def select_encoder_cudagraph_items(self, mm_kwargs: dict[str, Any], indices: list[int]) -> dict[str, Any]:
-        selected = super().select_encoder_cudagraph_items(mm_kwargs, indices)
-        return selected | {"frames": [mm_kwargs["frames"][i] for i in indices]}
-
-    def prepare_encoder_cudagraph_capture_inputs(
-        self, token_budget: int, max_batch_size: int, max_frames_per_batch: int, *args: Any, **kwargs: Any
-    ) -> Values:
-        made = super().prepare_encoder_cudagraph_capture_inputs(
-            token_budget, max_batch_size, max_frames_per_batch, *args, **kwargs
-        )
-        return Values(made.values | {"ends": torch.zeros(max_frames_per_batch + 1)})
-
-    def prepare_encoder_cudagraph_replay_buffers(
-        self, mm_kwargs: dict[str, Any], max_batch_size: int, max_frames_per_batch: int, path: str = "default"
-    ) -> Values:
-        made = super().prepare_encoder_cudagraph_replay_buffers(
-            mm_kwargs, max_batch_size, max_frames_per_batch, path
-        )
-        ends = torch.zeros(max_frames_per_batch + 1)
-        frames = torch.arange(sum(mm_kwargs["frames"]) + 1.0)
-        ends[: len(frames)].copy_(frames)
-        return Values(made.values | {"ends": ends})
-
-    def encoder_eager_forward(self, mm_kwargs: dict[str, Any], path: str = "default") -> Tensor:
-        return self.encoder_cudagraph_forward(
-            self.prepare_encoder_cudagraph_replay_buffers(mm_kwargs, 0, sum(mm_kwargs["frames"])).values
-        )
-
-
-class CompiledCountsFrames(CountsFrames, SplitModel):
-    """The same, compiled and split."""
-
-
-class ReadsScheduler(PackedModel):
-    """Its range follows from the configuration of vLLM's scheduler."""
-
-    def get_encoder_cudagraph_budget_range(self, vllm_config: Any) -> tuple[int, int]:
-        return 4, vllm_config.scheduler_config.max_num_batched_tokens
-
-
 def batch(*lengths: int) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(sum(lengths))
     return {"patches": torch.randn(sum(lengths), WIDTH, generator=generator), "lengths": list(lengths)}
@@ -298,6 +244,7 @@ class PathsModel(EncoderProtocol, nn.Module):
         return [ItemSpec(sum(counts.values()), sum(counts.values()), counts) for counts in items]
 
     def select_encoder_cudagraph_items(self, mm_kwargs: dict[str, Any], indices: list[int]) -> dict[str, Any]:
+        assert indices, "this tower cannot select nothing"
         names = [*self.path_configs, *(["keys"] if self.axes else [])]
         selected = {name: [mm_kwargs[name][index] for index in indices] for name in names}
         if self.axes:
@@ -442,7 +389,9 @@ def assert_equal_items(output: Sequence[Tensor], expected: Sequence[Tensor]) -> 
 
 
 def assert_serves(manager: Any, request: dict[str, Any]) -> None:
-    """Every item of a request is what the tower's own forward makes of it."""
+    """Every item of a request is what the tower's own forward makes of it, in memory of its own."""
     tower = manager.tower
     expected = eagerly(tower, request) if isinstance(tower, PathsModel) else alone(tower, request)
-    assert_equal_items(manager.execute(request), expected)
+    output = manager.execute(request)
+    assert_equal_items(output, expected)
+    assert all(item.untyped_storage().nbytes() == item.nbytes for item in output)

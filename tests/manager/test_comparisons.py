@@ -1,10 +1,14 @@
-"""Kernels are compared between requests in parts: a part is one run, one check or one timing."""
+"""Kernels are compared between requests in parts, one run, one check or one timing; another process builds
+them.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,8 +17,11 @@ import torch
 from fxsplit_encoder.kernels.attention import AttentionShape, KernelChooser
 from fxsplit_encoder.kernels.attention.chooser import Measurements
 from fxsplit_encoder.kernels.choice import measuring
+from fxsplit_encoder.kernels.store import KernelStore
+from fxsplit_encoder.manager.compile_process import build_kernels
 from fxsplit_encoder.manager.turns import compare_between_requests, compare_meanwhile
 from fxsplit_encoder.pauses import pause, pausing_by
+from fxsplit_encoder.runtime.captured_program import Choosers
 from tests.kernels.attention.fakes import Everywhere, FakeKernel
 from tests.pauses import Pauses
 
@@ -26,7 +33,7 @@ KNOWN = AttentionShape(CPU, torch.bfloat16, 2, 8, 64, 64, 1, host_lengths=True)
 class Scene:
     """Kernels and a clock that log what they do, and contexts that log where."""
 
-    def __init__(self) -> None:
+    def __init__(self, directory: Path | None = None) -> None:
         self.where = "beside"
         self.log: list[tuple[str, str]] = []
 
@@ -41,9 +48,9 @@ class Scene:
             self.log.append(("clock", self.where))
             return 7.0
 
-        self.chooser = KernelChooser(
-            measurements=Measurements([kernel("one"), kernel("two")], Everywhere(clock))
-        )
+        stores = () if directory is None else (lambda device: KernelStore("measured", {}, directory),)
+        kernels = [kernel("one"), kernel("two")]
+        self.chooser = KernelChooser(measurements=Measurements(kernels, Everywhere(clock), *stores))
 
     @contextlib.contextmanager
     def at(self, where: str) -> Iterator[None]:
@@ -65,8 +72,30 @@ class Scene:
             compare_between_requests(lambda: self.run(*shapes), CPU)
 
 
-def table(scene: Scene, *shapes: AttentionShape) -> Any:
+def table(scene: Scene) -> Any:
     return scene.chooser.measurements.table(CPU)
+
+
+@pytest.mark.parametrize(
+    ("is_known", "measured", "built"),
+    [(False, True, ["one", "two"]), (True, True, []), (False, False, [])],
+    ids=["unknown", "compared before", "a CPU"],
+)
+def test_another_process_builds_what_will_be_compared_and_keeps_no_time(
+    is_known: bool, measured: bool, built: list[str], tmp_path: Path
+) -> None:
+    if is_known:
+        assert measure(Scene(tmp_path), CAPTURED)
+    before, scene = [*tmp_path.iterdir()], Scene(tmp_path)
+    generation: Any = SimpleNamespace(
+        pool=SimpleNamespace(device=CPU),
+        scope=SimpleNamespace(measured=measured),
+        planned_captures=lambda: CAPTURED,
+        run=scene.chooser.ranking,
+    )
+    build_kernels(generation, Choosers(attention=scene.chooser))
+    assert sorted({what for what, _ in scene.log} - {"clock"}) == built
+    assert [*tmp_path.iterdir()] == before and bool(before) == is_known
 
 
 def test_a_run_and_one_timing_have_the_turn_and_checks_have_not() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import types
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +13,12 @@ from torch import nn
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.errors import InputError
-from fxsplit_encoder.kernels.attention import AttentionShape, KernelChooser
-from fxsplit_encoder.kernels.attention.chooser import Measurements
-from fxsplit_encoder.kernels.choice import measuring
-from fxsplit_encoder.kernels.store import KernelStore
 from fxsplit_encoder.manager.compile_process import (
     REQUEST,
     CompileRequest,
-    build_kernels,
     dump_tower,
     load_tower,
 )
-from fxsplit_encoder.runtime.captured_program import Choosers
-from tests.kernels.attention.fakes import Everywhere, FakeKernel
 from tests.towers.tiny_towers import TINY
 
 _CHILD = """
@@ -54,68 +46,6 @@ def test_a_tower_runs_where_nobody_wrapped_it(tmp_path: Path) -> None:
         16, 4, 0, torch.device("cpu"), torch.float32
     ).values
     assert done.stdout.strip() == str(tuple(tower.encoder_cudagraph_forward(inputs).shape))
-
-
-CPU = torch.device("cpu")
-CAPTURED = AttentionShape(CPU, torch.bfloat16, 2, 8, 48, 24, 4)
-
-
-class Scene:
-    """A generation whose captures meet one class of calls, and two kernels that note what is built."""
-
-    def __init__(self, directory: Path, *, is_cuda: bool = True) -> None:
-        self.built: list[str] = []
-        names = ["one", "two"]
-
-        def kernel(name: str) -> FakeKernel:
-            def note(out: torch.Tensor) -> torch.Tensor:
-                self.built.append(name)
-                return out
-
-            return FakeKernel(name, change=note)
-
-        measurements = Measurements(
-            [kernel(name) for name in names],
-            Everywhere(lambda call, shape: 7.0),
-            lambda device: KernelStore("measured", {}, directory),
-        )
-        self.choosers: Any = Choosers(attention=KernelChooser(measurements=measurements))
-        self.generation: Any = types.SimpleNamespace(
-            pool=types.SimpleNamespace(device=CPU),
-            scope=types.SimpleNamespace(measured=is_cuda),
-            planned_captures=lambda: "planned",
-            run=self.run,
-        )
-
-    def run(self, planned: str) -> None:
-        assert planned == "planned"
-        self.choosers.attention.ranking(CAPTURED)
-
-
-def test_kernels_are_built_and_no_time_is_kept_that_was_found_beside_requests(tmp_path: Path) -> None:
-    scene = Scene(tmp_path)
-    build_kernels(scene.generation, scene.choosers)
-    assert set(scene.built) == {"one", "two"}
-    assert not list(tmp_path.iterdir())
-
-
-def test_what_was_compared_before_is_not_built_again(tmp_path: Path) -> None:
-    before = Scene(tmp_path)
-    with measuring():
-        before.choosers.attention.ranking(CAPTURED)
-    assert before.built and list(tmp_path.iterdir())
-    scene = Scene(tmp_path)
-    build_kernels(scene.generation, scene.choosers)
-    assert not scene.built
-
-
-def test_on_a_cpu_there_is_nothing_to_compare(tmp_path: Path) -> None:
-    scene = Scene(tmp_path, is_cuda=False)
-    build_kernels(scene.generation, scene.choosers)
-    assert not scene.built
-
-
-# --- the tower that is sent
 
 
 def described(module: nn.Module) -> Any:

@@ -6,6 +6,7 @@ import functools
 import logging
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,13 +17,9 @@ from fxsplit_encoder.errors import InputError
 
 from . import managers
 from .mock_towers import (
-    CompiledCountsFrames,
-    CountsFrames,
     PackedModel,
-    ReadsScheduler,
     SplitModel,
     UntraceableModel,
-    Values,
     alone,
     assert_equal_items,
     assert_serves,
@@ -43,65 +40,43 @@ def test_vllm_40576_a_foreign_tower_is_planned_captured_and_replayed(model: Any,
     manager = captured(model, mode=mode, debug=True)
     assert sorted(manager.budget_graphs["default"]) == ([] if mode == "none" else [4, 8, 16])
     for lengths in ((3,), (2, 5), (1, 1, 1, 1), (8, 8), (3,), (17,)):
-        inputs = batch(*lengths)
         # A batch in one piece, so that the numbers of the items are those of the whole.
-        assert len(manager.plan(inputs).batches) == 1
-        output = manager.execute(inputs)
-        assert_equal_items(output, alone(model, inputs))
-        assert all(item.untyped_storage().nbytes() == item.nbytes for item in output)
+        assert len(manager.plan(batch(*lengths)).batches) == 1
+        assert_serves(manager, batch(*lengths))
     stats = manager.stats()
     assert (stats.hits, stats.items) == ((0, 11) if mode == "none" else (10, 11))
 
 
-def videos(lengths: tuple[int, ...], frames: tuple[int, ...]) -> dict[str, Any]:
-    return batch(*lengths) | {"frames": list(frames)}
-
-
-@pytest.mark.parametrize(("make", "mode"), [(CountsFrames, "exact"), (CompiledCountsFrames, "full")])
+@pytest.mark.parametrize("mode", ["full", "exact"])
 def test_a_batch_that_the_tower_has_no_room_for_falls_back_whole(
-    make: Any, mode: str, caplog: pytest.LogCaptureFixture
+    mode: str, model: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model = make()
-    manager = captured(model, mode=mode, token_budgets=(4, 8), max_frames_per_batch=4, exact_min_hits=1)
-    for lengths, frames, misses in (
-        ((3, 5), (2, 2), {}),
-        ((3, 5), (3, 3), {fx.MissReason.EXTENT_EXCEEDED: 2}),  # planned as two frames: nothing tells of six
-        ((3, 5), (1, 1), {fx.MissReason.EXTENT_EXCEEDED: 2}),
-    ):
-        inputs = videos(lengths, frames)
-        assert len(manager.plan(inputs).batches) == 1
+    manager = captured(model, token_budgets=(8,), mode=mode, exact_min_hits=1)
+    inputs, own = batch(3, 2), model.batch_values
+    assert_serves(manager, inputs)
+    expected = alone(model, inputs)
+    model.encoder_eager_forward = lambda mm_kwargs, path="default": torch.cat(expected)
+    for number, error in enumerate((RuntimeError("a (5) must match"), ValueError("too many")), 1):
+        model.batch_values = mock.Mock(side_effect=error)
         with caplog.at_level(logging.WARNING, "fxsplit_encoder"):
-            output = manager.execute(inputs)
-        assert_equal_items(output, alone(model, inputs))
-        assert manager.stats().misses == misses
-    assert manager.stats().hits == 4
-    assert manager.stats().fallback_runs == {"eager": 1}
-    (warning,) = [message for message in caplog.messages if "the tower makes no inputs" in message]
-    assert warning.startswith(
-        "path default, 8 tokens: the tower makes no inputs of this batch within 4 items and 4 video frames: "
-        "RuntimeError: The size of tensor a (5) must match"
-    )
-
-
-@pytest.mark.parametrize("error", [ValueError("too many"), InputError("lengths: expected 3, got 2")], ids=str)
-def test_bad_input_reaches_the_user_and_a_refusal_does_not(error: ValueError, model: Any) -> None:
-    manager = captured(model, token_budgets=(8,))
-    expected = alone(model, batch(3))
-
-    def refuse(*args: Any, **kwargs: Any) -> Values:
-        raise error
-
-    model.prepare_encoder_cudagraph_replay_buffers = refuse
-    model.encoder_eager_forward = lambda mm_kwargs, path="default": expected[0]
-    if isinstance(error, InputError):
-        with pytest.raises(InputError, match="expected 3, got 2"):
-            manager.execute(batch(3))
-    else:
-        assert torch.equal(manager.execute(batch(3))[0], expected[0])
-        assert manager.stats().misses == {fx.MissReason.EXTENT_EXCEEDED: 1}
+            assert_equal_items(manager.execute(inputs), expected)
+        assert manager.stats().misses == {fx.MissReason.EXTENT_EXCEEDED: 2 * number}
+    assert manager.stats().fallback_runs == {"eager": 2}
+    said = "path default, 5 tokens: the tower makes no inputs of this batch within 4 items and 0 video frames"
+    for message in (f"{said}: RuntimeError: a (5) must match", f"{said}: ValueError: too many"):
+        assert any(line.startswith(message) for line in caplog.messages)
+    model.batch_values = mock.Mock(side_effect=InputError("lengths: expected 3, got 2"))
+    with pytest.raises(InputError, match="expected 3, got 2"):
+        manager.execute(inputs)
+    model.batch_values = own
+    assert manager.execute(inputs) and manager.stats().hits == 4
 
 
 def test_the_engines_configuration_reaches_a_tower_that_is_asked_for_what_settings_leave_open() -> None:
+    class ReadsScheduler(PackedModel):
+        def get_encoder_cudagraph_budget_range(self, vllm_config: Any) -> tuple[int, int]:
+            return 4, vllm_config.scheduler_config.max_num_batched_tokens
+
     engine = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_batched_tokens=32))
     manager = fx.EncoderCudaGraphManager(ReadsScheduler(), vllm_config=engine)
     assert manager.limits.path_budgets["default"][-1] == 32
@@ -146,13 +121,9 @@ class CountsSegments(SplitModel):
 
 @pytest.mark.parametrize("mode", ["exact", "full"])
 def test_a_tower_that_counts_segments_is_not_replayed(mode: str) -> None:
-    model = CountsSegments()
-    manager = captured(model, mode=mode, token_budgets=(4, 8), exact_min_hits=1)
+    manager = captured(CountsSegments(), mode=mode, token_budgets=(4, 8), exact_min_hits=1)
     for lengths in ((8,), (3, 5), (2, 2, 4), (8,)):
-        inputs = batch(*lengths)
-        output = manager.execute(inputs)
-        expected = model.encoder_eager_forward(inputs)
-        torch.testing.assert_close(torch.cat(output), expected, rtol=0, atol=1e-5)
+        assert_serves(manager, batch(*lengths))
     assert manager.stats().hits == 0
 
 
@@ -181,32 +152,20 @@ def test_a_tower_that_mixes_rows_is_found_out(
     assert manager.stats().misses == misses
 
 
-# --- the mode that the tower's code runs in
-
-
-class Watched(PackedModel):
-    """Remembers in which mode its code ran."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.modes: list[tuple[str, bool]] = []
-
-    def prepare_encoder_cudagraph_replay_buffers(self, *args: Any, **kwargs: Any) -> Any:
-        self.modes.append(("prepare", torch.is_inference_mode_enabled()))
-        return super().prepare_encoder_cudagraph_replay_buffers(*args, **kwargs)
-
-    def encoder_eager_forward(self, mm_kwargs: dict[str, Any], path: str = "default") -> Any:
-        self.modes.append(("eager", torch.is_inference_mode_enabled()))
-        return super().encoder_eager_forward(mm_kwargs, path)
-
-
 def test_the_towers_code_runs_in_the_callers_inference_mode() -> None:
-    manager = captured(Watched(), compile=False)
-    for inputs, ran in ((batch(17), "eager"), (batch(3), "prepare")):
+    manager, modes = captured(PackedModel(), compile=False), list[bool]()
+    own = manager.tower.batch_values
+
+    def watched(mm_kwargs: dict[str, Any]) -> dict[str, Any]:
+        modes.append(torch.is_inference_mode_enabled())
+        return own(mm_kwargs)  # type: ignore[no-any-return]
+
+    manager.tower.batch_values = watched
+    for inputs in (batch(17), batch(3)):  # by the eager forward, and by a replay
         for mode in (torch.inference_mode, torch.no_grad):
-            manager.tower.modes.clear()
+            modes.clear()
             with mode():
                 outputs = manager.execute(inputs)
-            assert manager.tower.modes[0] == (ran, mode is torch.inference_mode)
+            assert modes == [mode is torch.inference_mode]
             assert not any(output.is_inference() for output in outputs)
     assert manager.stats().hits == 2

@@ -101,7 +101,17 @@ def test_what_was_captured_can_be_inspected(full: Any) -> None:
     assert full.reports == []
 
 
-# --- packings
+@pytest.mark.parametrize("max_frames", [1, 64, 38_400])
+def test_found_a_found_b_small_budgets_stay_small_with_video(tiny_towers: Any, max_frames: int) -> None:
+    settings = fx.EncoderConfig(
+        mode="full", token_budgets=(64, 512), max_items_per_batch=64, max_frames_per_batch=max_frames
+    )
+    manager = fx.EncoderCudaGraphManager(tiny_towers.wrapped, settings)
+    for capture in manager.planned_captures().captures:
+        made = manager.paths["default"].forward.capture_values(capture.key.budget)
+        assert made["pixel_values"].shape[0] == 4 * capture.key.budget
+    small, large = manager.planned_captures().captures
+    assert small.input_bytes < large.input_bytes / 7
 
 
 def test_plans_are_kept_until_captures_change(full: Any, make_batch: Any) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 import fxsplit_encoder as fx
 from fxsplit_encoder.capture.forward import CapturedForward
 from fxsplit_encoder.capture.ladder import MeasuredCosts
+from fxsplit_encoder.capture.pool import GraphPool
 
 from . import managers
 from .managers import captured_budgets
@@ -45,7 +46,7 @@ SCENARIOS = {
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
-def test_every_path_hits_misses_or_is_skipped_by_itself(scenario: str) -> None:
+def test_vllm_51461_vllm_52115_every_path_hits_misses_or_is_skipped_by_itself(scenario: str) -> None:
     sizes, hits, misses, replayed, fallbacks = SCENARIOS[scenario]
     model = PathsModel()
     manager = captured(model)
@@ -82,6 +83,36 @@ def test_a_replay_may_overwrite_what_every_other_capture_returned(
     for sizes in ([(3, 2)], [(3, 2), (4, 0), (1, 6)], [(3, 0)], [(17, 2), (2, 17)]):
         assert_serves(manager, items(model, *sizes))
     assert {path for path, _ in replays(manager)} == set(model.path_configs)
+
+
+def test_omni_7659_items_are_parsed_once_a_request() -> None:
+    class Counting(PathsModel):
+        parsed = 0
+
+        def get_encoder_cudagraph_item_specs(self, mm_kwargs: dict[str, Any]) -> list[Any]:
+            self.parsed += 1
+            return super().get_encoder_cudagraph_item_specs(mm_kwargs)
+
+    model = Counting()
+    manager = captured(model)
+    manager.execute(items(model, (9, 1), (16, 2), (12, 0)))
+    assert sum(stats.replays for stats in manager.stats().budgets.values()) > 2
+    assert model.parsed == 1
+
+
+def test_omni_6587_memory_is_given_back_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    manager = captured(PathsModel())
+    captures = [c for path in manager.paths.values() for c in path.captured.values()]
+    held: list[int] = []
+    retire = GraphPool.retire
+
+    def spy(pool: GraphPool) -> None:
+        held.append(sum(bool(capture.outputs) for capture in captures))
+        retire(pool)
+
+    monkeypatch.setattr(GraphPool, "retire", spy)
+    manager.clear()
+    assert held == [0]  # once, after every capture was released
 
 
 # --- budgets of every path
@@ -164,7 +195,7 @@ requests = st.lists(st.tuples(st.integers(1, 20), rows), max_size=7)
 
 @settings(max_examples=60)
 @given(st.sampled_from(["two", "always", "tiles", "defer"]), st.lists(requests, max_size=3))
-def test_found_h_vllm_52376_any_sequence_of_batches_equals_eager_and_is_counted_once(
+def test_found_g_found_h_vllm_52376_any_sequence_of_batches_equals_eager_and_is_counted_once(
     managers: Any, name: str, sequence: Any
 ) -> None:
     manager = managers[name]

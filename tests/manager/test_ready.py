@@ -10,8 +10,6 @@ import itertools
 import logging
 import os
 import random
-import shutil
-import subprocess
 import sys
 import threading
 import time
@@ -28,11 +26,12 @@ from torch import nn
 import fxsplit_encoder as fx
 from fxsplit_encoder.capture.forward import CapturedForward
 from fxsplit_encoder.capture.pool import GraphPool
+from fxsplit_encoder.child_process import Child
 from fxsplit_encoder.compile.program import BoundProgram
 from fxsplit_encoder.manager import background as background_module
 from fxsplit_encoder.manager import compile_process
 from fxsplit_encoder.manager.background import BackgroundCapture
-from fxsplit_encoder.manager.compile_process import CompileWorker
+from fxsplit_encoder.manager.compile_process import REQUEST, CompileWorker, dump_tower
 from fxsplit_encoder.manager.generation import Generation, first_of
 from fxsplit_encoder.manager.path_forward import PathForward
 from fxsplit_encoder.manager.turns import Turns
@@ -563,34 +562,18 @@ def test_a_process_that_ends_too_soon(ended_by: str, elsewhere: list[CompileWork
     assert_right(manager, 3, 5)
 
 
-_PARENT = """
-import time
-from fxsplit_encoder.manager.compile_process import CompileWorker
-from tests.manager.managers import generation_of
-from tests.manager.test_ready import Sleeps, manager_of
-worker = CompileWorker(generation_of(manager_of(Sleeps())), print)
-print(worker.pid, worker.path, flush=True)
-time.sleep(600)
-"""
-
-
-@pytest.mark.slow
-def test_the_other_process_ends_with_this_one() -> None:
-    parent = subprocess.Popen([sys.executable, "-c", _PARENT], stdout=subprocess.PIPE, text=True)
-    with parent:
-        assert parent.stdout is not None
-        pid, path = parent.stdout.readline().split()
-        parent.kill()
-    shutil.rmtree(path)  # nobody was left to do that
-    for _ in range(600):
-        try:
-            with open(f"/proc/{pid}/stat", encoding="utf-8") as status:
-                if status.read().split()[2] == "Z":  # whoever is its parent now may leave it so
-                    return
-        except FileNotFoundError:
-            return
-        time.sleep(0.1)
-    raise AssertionError("it is still there")
+@pytest.mark.parametrize("gone", ["its pipe", "the process"])
+def test_the_other_process_ends_with_this_one(gone: str, tmp_path: Path) -> None:
+    (tmp_path / REQUEST).write_bytes(dump_tower(Sleeps()))
+    parent = os.getpid() if gone == "its pipe" else 1
+    other = Child(compile_process.__name__, (str(tmp_path), str(parent)))
+    if gone == "its pipe":
+        other.ask_no_more()
+    deadline = time.monotonic() + 60
+    while other.status is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert other.end() == 4
+    other.close()
 
 
 @pytest.mark.slow

@@ -254,7 +254,7 @@ def test_a_fallback_plan_keeps_the_items_together(skippable: Any, local: PathPla
 # --- with measurements
 
 
-def test_the_cheapest_way_is_taken_and_its_time_predicted() -> None:
+def test_vllm_52229_the_cheapest_way_is_taken_and_its_time_predicted() -> None:
     plan = build_plan(images(200), H200_LIMITS, costs=model(H200))
     assert plan.batches == (
         PlannedBatch((0,), {"default": PathPlan(200, 256, milliseconds=3.47)}, 200, (), 3.62),
