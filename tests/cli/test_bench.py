@@ -67,13 +67,6 @@ def test_images_are_measured_alone_and_together(
         assert image.format == "PNG" and image.width > 1000
 
 
-def test_as_json_nothing_is_drawn(checkpoint: Path, images: list[Path], options: list[object]) -> None:
-    result = run("bench", checkpoint, images[0], *options, "--json", "--ways", "ours")
-    found = json.loads(result.stdout)
-    (row,) = found["rows"]
-    assert row.keys() == {"item", "size", "patches", "tokens", "ours_ms", "padding_fraction"}
-
-
 def fail(mm_kwargs: Any) -> Any:
     raise RuntimeError("no kernel\nimage is available")
 

@@ -191,7 +191,8 @@ def test_inspect_as_json(config: Path, save_checkpoint: SaveCheckpoint, tmp_path
     ]
     assert all(row["bytes"] > 0 for row in found["captures"])
     assert found["programs"] == {"default": {"split": "none, this path runs eagerly"}}
-    assert "works" in {row["state"] for row in found["attention_kernels"]}
+    states = {row["name"]: row["state"] for row in found["attention_kernels"]}
+    assert states["per_segment"] == "works" and "needs CUDA" in states["torch_flash"]
 
 
 def test_a_configuration_that_is_shipped_goes_by_its_name() -> None:
@@ -201,7 +202,6 @@ def test_a_configuration_that_is_shipped_goes_by_its_name() -> None:
 ERRORS = {
     "config": (["inspect", "--config", "absent.yaml"], "--config absent.yaml: no such file; expected"),
     "model": (["inspect", "--model", "absent"], "--model absent: no such directory or name; expected"),
-    "near model": (["demo", "--model", "qwen3-vl"], "did you mean qwen3-vl-8b? expected a checkpoint"),
     "shipped config": (["demo", "--config", "qwen3_vl"], "did you mean qwen3_vl_8b? expected one, or one of"),
     "blocks": (["demo", "--blocks", "28"], "blocks: expected 1 to 27; got 28"),
     "dtype": (["demo", "--dtype", "int8"], "'--dtype': 'int8' is not one of 'auto', 'float32'"),
@@ -209,7 +209,6 @@ ERRORS = {
     "command": (["dmo"], "No such command 'dmo'. Did you mean 'demo'?"),
     "missing option": (["encode", "x.png"], "Missing option '--model'"),
     "directory": (["demo", "-o", "."], "--output .: a directory; expected the file to write"),
-    "encode to a directory": (["encode", "x.png", "--model", ".", "-o", "."], "--output .: a directory"),
     "both": (["inspect", "--model", ".", "--blocks", "2"], "--blocks: only for a tower with random"),
     "device": (["inspect", "--device", "abacus"], "--device abacus: expected auto, cpu, cuda or cuda:N"),
     "number": (["inspect", "--device", "cuda:99"], "--device cuda:99: this machine has"),
@@ -256,8 +255,8 @@ COMMANDS = ["demo", "encode", "serve", "inspect", "build", "bench", "tune", "rep
 
 @pytest.mark.parametrize("arguments", [[], *([name] for name in COMMANDS)])
 def test_help(arguments: list[str]) -> None:
-    for flag in ("--help", "-h"):
-        result = run(*arguments, flag)
+    for flags in (["--help"], ["-h"], *([[]] if not arguments else [])):
+        result = run(*arguments, *flags)
         assert result.exit_code == 0
         assert "Usage:" in result.stdout
 
@@ -269,11 +268,6 @@ def test_a_service_of_no_model_or_of_wrong_settings_is_refused(tmp_path: Path) -
     settings.write_text("max_request: 3\n", encoding="utf-8")
     result = run("serve", "/nowhere", "--settings", settings)
     assert (result.exit_code, "did you mean max_requests?" in result.stderr) == (2, True)
-
-
-def test_without_arguments_the_help_is_shown() -> None:
-    result = run()
-    assert (result.exit_code, "Usage:" in result.stdout) == (0, True)
 
 
 @pytest.mark.parametrize(

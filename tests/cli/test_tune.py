@@ -149,8 +149,3 @@ def test_costs_of_this_gpu_go_before_the_traces(tmp_path: Path, monkeypatch: pyt
     found = json.loads(result.stdout)
     assert found["costs"] == "measured on this GPU"
     assert found["config"]["token_budgets"] == [100]
-
-
-@pytest.mark.parametrize("arguments", [[], ["x"], ["x", "-o", "y"], ["x", "--max-graphs", "0"]])
-def test_wrong_usage_is_exit_code_2(arguments: list[str]) -> None:
-    assert run("tune", *arguments).exit_code == 2

@@ -73,36 +73,20 @@ class EncoderProtocol:
         return values
 
     def prepare_encoder_cudagraph_capture_inputs(
-        self,
-        token_budget: int,
-        max_batch_size: int,
-        max_frames_per_batch: int,
-        device: torch.device,
-        dtype: torch.dtype,
-        path: str = "default",
-        axis_keys: Any = None,
+        self, token_budget: int, *args: Any, **of_path: Any
     ) -> Values:
         return Values(self.made(self.capture_values(token_budget), token_budget))
 
     def prepare_encoder_cudagraph_replay_buffers(
-        self, mm_kwargs: dict[str, Any], max_batch_size: int, max_frames_per_batch: int, path: str = "default"
+        self, mm_kwargs: Any, *limits: int, **of_path: Any
     ) -> Values:
         return Values(self.made(self.batch_values(mm_kwargs)))
 
     def postprocess_encoder_output(
-        self,
-        outputs: dict[str, Tensor],
-        indices: list[int],
-        per_item_out_tokens: list[int],
-        dest: Any,
-        clone: bool = False,
-        batch_mm_kwargs: Any = None,
+        self, outputs: dict[str, Tensor], indices: list[int], tokens: Any, dest: Any, **of_batch: Any
     ) -> None:
-        start = 0
-        for index in indices:
-            rows = outputs["default"][start : start + per_item_out_tokens[index]]
-            dest[index] = rows.clone() if clone else rows
-            start += per_item_out_tokens[index]
+        lengths = [tokens[index] for index in indices]
+        dest.update(zip(indices, outputs["default"][: sum(lengths)].split(lengths), strict=True))
 
 
 def ones_behind(captured: Tensor, value: Tensor) -> None:
@@ -253,21 +237,14 @@ class PathsModel(EncoderProtocol, nn.Module):
         return selected
 
     def prepare_encoder_cudagraph_capture_inputs(
-        self,
-        token_budget: int,
-        max_batch_size: int,
-        max_frames_per_batch: int,
-        device: torch.device,
-        dtype: torch.dtype,
-        path: str = "default",
-        axis_keys: Any = None,
+        self, token_budget: int, *args: Any, path: str = "default", axis_keys: Any = None
     ) -> Values:
         self.prepared.append((path, token_budget, axis_keys))
         columns, copies = (*(axis_keys or (WIDTH,)), 1)[:2]
         values = {
-            "patches": torch.randn(token_budget, columns, device=device, dtype=dtype),
-            "item": torch.ones(token_budget, device=device, dtype=torch.int64),
-            "copies": torch.ones(copies, device=device, dtype=dtype),
+            "patches": torch.randn(token_budget, columns),
+            "item": torch.ones(token_budget, dtype=torch.int64),
+            "copies": torch.ones(copies),
         }
         return Values(self.made(values, token_budget))
 
@@ -298,19 +275,13 @@ class PathsModel(EncoderProtocol, nn.Module):
         return self.encode(self.prepare_encoder_cudagraph_replay_buffers(mm_kwargs, 0, 0, path).values, path)
 
     def postprocess_encoder_output(
-        self,
-        outputs: dict[str, Tensor],
-        indices: list[int],
-        per_item_out_tokens: list[int],
-        dest: Any,
-        clone: bool = False,
-        batch_mm_kwargs: Any = None,
+        self, outputs: dict[str, Tensor], indices: list[int], tokens: Any, dest: Any, **of_batch: Any
     ) -> None:
         starts = dict.fromkeys(outputs, 0)
         for position, index in enumerate(indices):
             parts = []
             for path, output in outputs.items():
-                count = len(batch_mm_kwargs[path][position])
+                count = len(of_batch["batch_mm_kwargs"][path][position])
                 parts.append(output[starts[path] : starts[path] + count])
                 starts[path] += count
             present = [part for part in parts if len(part)]

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import warnings
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -106,23 +104,6 @@ def test_kinds_of_lora(config: fx.EncoderConfig, kind: dict[str, Any]) -> None:
     assert served.captures == 2
 
 
-def test_dropout_of_an_adapter_in_training_mode_is_not_captured() -> None:
-    tower = tower_with("default")
-    add(tower, "other", lora_dropout=0.5)
-    served = Served(tower)
-    served.layer.set_adapter("other")
-    served.encode()
-    served.layer.lora_dropout.train()
-    with torch.no_grad():
-        served.manager.execute(INPUTS)
-    assert served.manager.stats().misses == {MissReason.TRAINING: len(INPUTS["lengths"])}
-    with pytest.raises(fx.InputError, match="in training mode"):
-        served.manager.capture()
-    served.layer.set_adapter("default")
-    served.manager.execute(INPUTS)
-    assert served.manager.stats().misses == {MissReason.TRAINING: len(INPUTS["lengths"])}
-
-
 @torch.inference_mode()
 def test_adapters_that_were_loaded_in_inference_mode() -> None:
     served = Served(tower_with("default"))
@@ -136,21 +117,6 @@ def test_adapters_that_were_loaded_in_inference_mode() -> None:
     assert served.captures == 2
 
 
-def test_what_is_kept_of_a_deleted_adapter_is_released() -> None:
-    served = Served(tower_with("default", "other"))
-    served.layer.set_adapter("other")
-    served.encode()
-    served.layer.set_adapter("default")
-    served.encode()
-    weights = weakref.ref(served.layer.lora_A["other"].weight)
-    one = served.manager.num_bytes // 2
-    served.layer.delete_adapter("other")
-    served.encode()
-    assert served.manager.num_bytes == one
-    gc.collect()
-    assert weights() is None
-
-
 def test_the_least_recently_used_state_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(states, "_MOST_STATES", 2)
     names = ["default", "b", "c", "d"]
@@ -160,17 +126,6 @@ def test_the_least_recently_used_state_is_given_up(monkeypatch: pytest.MonkeyPat
         served.layer.set_adapter(name)
         served.encode()
         assert served.captures == captures, name
-
-
-def test_captures_of_all_states_share_the_limit() -> None:
-    tower = tower_with("default", "other", "third")
-    num_bytes = Served(tower).manager.num_bytes
-    served = Served(tower, UNCOMPILED.replace(max_graph_bytes=2 * num_bytes))
-    for name, captures in (("other", 2), ("default", 2), ("third", 3), ("default", 3), ("other", 4)):
-        served.layer.set_adapter(name)
-        served.encode()
-        assert (served.captures, len(served.manager.paths["default"].captured)) == (captures, 3), name
-        assert served.manager.num_bytes <= 2 * num_bytes
 
 
 @torch.no_grad()

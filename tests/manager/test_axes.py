@@ -41,22 +41,6 @@ def captures(manager: fx.EncoderCudaGraphManager) -> set[CaptureKey]:
     return {path.key(budget) for path in manager.paths_by_key.values() for budget in path.captured}
 
 
-# --- captures
-
-
-def test_every_budget_is_captured_for_every_combination(manager: fx.EncoderCudaGraphManager) -> None:
-    expected = {CaptureKey("default", budget, keys) for budget in BUDGETS for keys in COMBINATIONS}
-    assert captures(manager) == expected
-    assert set(manager.stats().budgets) == expected
-    assert set(manager.tower.prepared) >= {("default", b, keys) for b in BUDGETS for keys in COMBINATIONS}
-    for (_, keys), path in manager.paths_by_key.items():
-        for budget, capture in path.captured.items():
-            assert capture.inputs.tensors["patches"].shape == (budget, keys[0])
-            assert capture.inputs.tensors["copies"].shape == (keys[1],)
-    shown = manager.budget_graphs["default"][4]
-    assert shown.axis_keys == COMBINATIONS[0]
-
-
 # --- batches
 
 
@@ -208,6 +192,9 @@ def test_captures_and_their_bytes_are_known_before_anything_is_captured(
     with caplog.at_level(logging.INFO, "fxsplit_encoder.manager"):
         manager.capture()
     assert summary in caplog.text
+    assert captures(manager) == {CaptureKey("default", b, keys) for b in BUDGETS for keys in COMBINATIONS}
+    assert set(manager.stats().budgets) == captures(manager)
+    assert manager.budget_graphs["default"][4].axis_keys == COMBINATIONS[0]
     for path in manager.paths_by_key.values():
         for budget, capture in path.captured.items():
             (said,) = (c.input_bytes for c in planned.captures if c.key == path.key(budget))

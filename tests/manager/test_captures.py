@@ -25,10 +25,8 @@ from .mock_towers import (
     PackedModel,
     PathsModel,
     SplitModel,
-    assert_equal_items,
     assert_serves,
     batch,
-    eagerly,
     items,
 )
 
@@ -63,17 +61,6 @@ def test_the_planned_bytes_are_held(make_model: Any, mode: str) -> None:
     single = manager_of(make_model(), mode=mode, token_budgets=(16,)).planned_captures().input_bytes
     # Smaller budgets add what is of one size for all of them, a few numbers, and nothing else.
     assert single <= planned <= single + 2 * 8 * len(manager.paths_by_key)
-
-
-def test_an_input_of_one_size_may_be_given_once_and_kept() -> None:
-    model = PathsModel()
-    manager = captured(model, mode="breakable")
-    requests = [items(model, (3, 2)), items(model, (7, 5)), items(model, (16, 9)), items(model, (2, 2))]
-    expected = [eagerly(model, inputs) for inputs in requests]
-    model.made = lambda values, budget=None: values | {"copies": None}
-    for inputs, wanted in zip(requests, expected, strict=True):
-        assert_equal_items(manager.execute(inputs), wanted)
-    assert manager.stats().hit_rate == 1
 
 
 # --- gain for memory

@@ -93,20 +93,6 @@ def test_little_is_kept(manager: Any, make_batch: Any, monkeypatch: pytest.Monke
     assert_right(manager, make_batch([(1, 2, 2)]))
 
 
-def test_a_tower_that_describes_nothing_is_asked_every_time() -> None:
-    class Asked:
-        calls = 0
-
-        def get_encoder_cudagraph_item_specs(self, mm_kwargs: dict[str, Any]) -> list[Any]:
-            self.calls += 1
-            return [fx.EncoderItemSpec(4, 1)] * mm_kwargs["count"]
-
-    tower = Asked()
-    reader = ItemReader(tower)
-    assert [len(reader.read({"count": count}).specs) for count in (1, 2, 2)] == [1, 2, 2]
-    assert tower.calls == 3
-
-
 def test_what_a_description_fails_at_is_told_by_the_items() -> None:
     class Failing:
         def described_items(self, mm_kwargs: dict[str, Any]) -> object:

@@ -12,7 +12,6 @@ from fxsplit_encoder.planning.limits import (
     default_budgets,
     generate_budgets,
     resolve_limits,
-    smallest_fitting,
 )
 from fxsplit_encoder.protocol import EncoderCudaGraphConfig, EncoderCudaGraphPathConfig
 
@@ -194,8 +193,3 @@ def test_impossible_ranges_are_refused(minimum: int, maximum: int) -> None:
         generate_budgets(minimum, maximum)
     with pytest.raises(InputError, match=f"got minimum {minimum}, maximum {maximum}"):
         default_budgets(minimum, maximum)
-
-
-@given(budget_lists, st.integers(0, 6000))
-def test_smallest_fitting_agrees_with_a_search(budgets: list[int], tokens: int) -> None:
-    assert smallest_fitting(budgets, tokens) == next((b for b in budgets if b >= tokens), None)

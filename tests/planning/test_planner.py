@@ -140,12 +140,6 @@ def test_more_segments_than_a_capture_holds_need_a_larger_one(packing: Packing) 
     assert build_plan(items, LIMITS, packing=packing, costs=costs).misses == {}
 
 
-@each_packing
-def test_items_are_packed_for_the_budgets_that_were_captured(packing: Packing) -> None:
-    plan = build_plan(images(60, 60, 60, 200), LIMITS, captured(64, 128), packing)
-    assert (plan.hits, plan.misses) == (3, {MissReason.NOT_CAPTURED: 1})
-
-
 # --- two paths
 
 

@@ -15,6 +15,8 @@ from fxsplit_encoder.capture.buffers import SharedBuffers, StaticBuffer
 from fxsplit_encoder.capture.forward import CaptureRequest
 from fxsplit_encoder.capture.pool import GraphPool
 from fxsplit_encoder.config import EncoderConfig
+from fxsplit_encoder.errors import InputError
+from fxsplit_encoder.planning.costs import PathCosts
 from fxsplit_encoder.planning.plan import MissReason, PathPlan
 from fxsplit_encoder.runtime import unpadded
 from fxsplit_encoder.runtime.requests import CaptureScope
@@ -250,3 +252,36 @@ def test_a_capture_on_trial_is_kept_or_given_up(gains: bool) -> None:
     assert (evicting.sizes, evicting.on_trial) == ([6], set())
     evicting.conclude(5, gains=gains)
     assert evicting.sizes == [6]
+
+
+@pytest.mark.parametrize(
+    ("planned", "replay_ms", "uses"),
+    [
+        (PathPlan(96, 128), 3.0, 20),  # 3 - 2.5 ms a use
+        (PathPlan(64, 64), 3.0, None),  # no padding, nothing to gain
+        (PathPlan(10, 64), 3.0, None),  # no capture is known to be cheaper than the smallest
+        (PathPlan(128, None, MissReason.NOT_CAPTURED), 3.0, 5),  # 5 - 3 ms a use
+        (PathPlan(128, None, MissReason.UNSUPPORTED_INPUT), 3.0, None),
+        (PathPlan(0, 64), 3.0, None),
+        (PathPlan(128, None, MissReason.EXACT_IS_FASTER), 5.0, 20),  # no gain is foreseen: a tenth of 5 ms
+    ],
+)
+def test_a_count_is_due_once_it_has_cost_what_its_capture_would(
+    planned: PathPlan, replay_ms: float, uses: int | None
+) -> None:
+    shapes = captures_of(Forward())
+    costs = PathCosts(replay={64: 2.0, 128: replay_ms}, exact=((64, 4.0), (128, 5.0)), eager=((64, 9.0),))
+    shapes.use_costs(costs, capture_ms=10.0)
+    found = [shapes.find(planned, by_cost=True) is not None for _ in range(40)]
+    assert found == [uses is not None and number >= uses for number in range(1, 41)]
+
+
+def test_a_trial_keeps_what_only_a_replay_serves() -> None:
+    shapes = captures_of(Forward())
+    shapes.on_trial.add(80)
+
+    def refused() -> None:
+        raise InputError("only the tower's own forward is left")
+
+    assert shapes.keeps(80, lambda: None, refused)
+    assert not shapes.on_trial
