@@ -31,16 +31,6 @@ def assert_right(manager: Any, inputs: dict[str, Any]) -> None:
         torch.testing.assert_close(item, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_grids_that_are_changed_in_place_are_planned_anew(manager: Any, make_batch: Any) -> None:
-    inputs = make_batch(GRID)
-    manager.execute(inputs)
-    inputs["image_grid_thw"].copy_(torch.tensor([[1, 6, 4]]))
-    assert_right(manager, inputs)
-    inputs["image_grid_thw"].copy_(torch.tensor([[1, 6, 6]]))
-    with pytest.raises(InputError, match="image_grid_thw describes 36 patches; got 24 rows"):
-        manager.execute(inputs)
-
-
 def test_pixels_of_other_kinds_are_still_looked_at(manager: Any, make_batch: Any) -> None:
     inputs = make_batch(GRID)
     pixels = inputs["pixel_values"]
@@ -48,29 +38,9 @@ def test_pixels_of_other_kinds_are_still_looked_at(manager: Any, make_batch: Any
         assert_right(manager, inputs)
         assert_right(manager, {**inputs, "pixel_values": pixels.double()})
         assert_right(manager, {**inputs, "pixel_values": list(pixels.split(5))})
-        for wrong in (
-            pixels[1:],
-            pixels[:, 1:],
-            pixels.bool(),
-            pixels.to_sparse(),
-            pixels.to("meta"),
-            None,
-            [],
-        ):
+        for wrong in (pixels[1:], pixels[:, 1:], pixels.bool(), pixels.to("meta"), None, []):
             with pytest.raises(InputError, match="pixel_values"):
                 manager.execute({**inputs, "pixel_values": wrong})
-
-
-def test_a_plan_without_pixels_says_nothing_of_a_request_that_lacks_them(
-    manager: Any, make_batch: Any
-) -> None:
-    inputs = make_batch(GRID)
-    grids = {"image_grid_thw": inputs["image_grid_thw"]}
-    for _ in range(2):
-        assert manager.plan(grids) == manager.plan(inputs)
-        with pytest.raises(InputError, match="it is missing"):
-            manager.execute(grids)
-        assert_right(manager, inputs)
 
 
 @pytest.mark.parametrize("kept", [1, 3])

@@ -6,7 +6,8 @@ import contextlib
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -17,21 +18,16 @@ from fxsplit_encoder.manager.lifecycle import serving_scope
 from fxsplit_encoder.manager.turns import StoppedError, Turns
 from fxsplit_encoder.runtime.captured_program import Choosers
 
-
-def started(*functions: Callable[[], object]) -> list[threading.Thread]:
-    threads = [threading.Thread(target=each) for each in functions]
-    for thread in threads:
-        thread.start()
-    return threads
+from ..waiting import wait_until
 
 
-def end(threads: Iterable[threading.Thread]) -> None:
-    for thread in threads:
-        thread.join(60)
-        assert not thread.is_alive()
+@pytest.fixture
+def threads() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(5) as pool:
+        yield pool
 
 
-def test_one_at_a_time_whoever_it_is() -> None:
+def test_one_at_a_time_whoever_it_is(threads: ThreadPoolExecutor) -> None:
     turns, inside, most = Turns(requests=3, seconds=0.01, quiet=0.0), [0], [0]
 
     def enter() -> None:
@@ -50,11 +46,14 @@ def test_one_at_a_time_whoever_it_is() -> None:
             with turns.step(), turns:
                 enter()
 
-    end(started(serve, serve, serve, work, work))
+    for each in [threads.submit(function) for function in (serve, serve, serve, work, work)]:
+        each.result(60)
     assert most == [1]
 
 
-def test_a_step_is_due_after_so_many_requests_under_a_load_without_pauses() -> None:
+def test_a_step_is_due_after_so_many_requests_under_a_load_without_pauses(
+    threads: ThreadPoolExecutor,
+) -> None:
     turns = Turns(requests=10, seconds=1e9, quiet=1e9)
     stop, served, at_step = threading.Event(), [0], []
 
@@ -63,12 +62,12 @@ def test_a_step_is_due_after_so_many_requests_under_a_load_without_pauses() -> N
             with turns:
                 served[0] += 1
 
-    threads = started(serve, serve, serve)
+    for _ in range(3):
+        threads.submit(serve)
     for _ in range(3):
         with turns.step():
             at_step.append(served[0])
     stop.set()
-    end(threads)
     assert at_step[0] >= 10 and all(b - a >= 10 for a, b in itertools.pairwise(at_step))
 
 
@@ -81,25 +80,21 @@ def test_a_step_is_due_after_a_time_and_at_once_where_nobody_asks() -> None:
         pass
 
 
-def test_requests_that_wait_go_before_a_step() -> None:
+def test_requests_that_wait_go_before_a_step(threads: ThreadPoolExecutor) -> None:
     turns, order = Turns(requests=100, seconds=1e9, quiet=0.0), []
 
-    def serve(number: int) -> None:
-        with turns:
-            order.append(number)
-
-    def step() -> None:
-        with turns.step():
-            order.append("step")
+    def enter(context: Any, name: str) -> None:
+        with context:
+            order.append(name)
 
     with turns:
-        waiting = started(lambda: serve(0), lambda: serve(1))
-        while turns.num_waiting < 2:
-            time.sleep(0)
-        waiting += started(step)
+        waiting = [threads.submit(enter, turns, "request") for _ in range(2)]
+        wait_until(lambda: turns.num_waiting == 2)
+        waiting.append(threads.submit(enter, turns.step(), "step"))
         time.sleep(0.02)
-    end(waiting)
-    assert sorted(map(str, order[:2])) == ["0", "1"] and order[2] == "step"
+    for each in waiting:
+        each.result(60)
+    assert order == ["request", "request", "step"]
 
 
 def test_a_step_that_nobody_wants_is_not_begun_and_one_that_raises_gives_the_turn_back() -> None:
@@ -112,25 +107,18 @@ def test_a_step_that_nobody_wants_is_not_begun_and_one_that_raises_gives_the_tur
         pass
 
 
-def lend_in_thread(
-    turns: Turns, work: Any, is_stopped: Any = lambda: False
-) -> tuple[threading.Thread, list[Any]]:
-    """A thread that lends, once it does, and where its result or error will be."""
-    found: list[Any] = []
-
-    def lend() -> None:
-        try:
-            found.append(turns.lend(work, is_stopped))
-        except (Exception, StoppedError) as error:
-            found.append(error)
-
-    (thread,) = started(lend)
-    while turns.lent is None:
-        time.sleep(0)
-    return thread, found
+def lent(
+    threads: ThreadPoolExecutor, turns: Turns, work: Any, is_stopped: Any = lambda: False
+) -> Future[Any]:
+    """What a thread lends, once it does."""
+    future = threads.submit(turns.lend, work, is_stopped)
+    wait_until(lambda: turns.lent is not None)
+    return future
 
 
-def test_lent_work_is_done_by_the_thread_of_a_request_after_it_and_in_its_turn() -> None:
+def test_lent_work_is_done_by_the_thread_of_a_request_after_it_and_in_its_turn(
+    threads: ThreadPoolExecutor,
+) -> None:
     turns, order = Turns(), list[Any]()
 
     def work() -> int:
@@ -138,29 +126,20 @@ def test_lent_work_is_done_by_the_thread_of_a_request_after_it_and_in_its_turn()
             order.append(threading.get_ident())
         return 7
 
-    thread, found = lend_in_thread(turns, work)
+    found = lent(threads, turns, work)
     time.sleep(0.02)
     assert not order, "nobody has served a request"
-    with turns, turns:
-        order.append("request")
-    thread.join(60)
-    assert order == ["request", threading.get_ident()] and found == [7]
-    with turns:
-        order.append("request")
-    assert order[2:] == ["request"], "once"
-
-
-def test_lent_work_waits_for_a_request_that_does_not_fail() -> None:
-    turns, done = Turns(), list[int]()
-    thread, _ = lend_in_thread(turns, lambda: done.append(1))
     with pytest.raises(ValueError), turns:
         raise ValueError
-    assert not done
+    assert not order, "it waits for one that does not fail"
+    with turns, turns:
+        order.append("request")
+    assert found.result(60) == 7 and order == ["request", threading.get_ident()]
     turns.assist()
-    thread.join(60)
-    assert done == [1]
+    assert len(order) == 2, "once"
+    found = lent(threads, turns, work)
     turns.assist()
-    assert done == [1]
+    assert found.result(60) == 7
 
 
 @pytest.mark.parametrize(
@@ -172,28 +151,27 @@ def test_lent_work_waits_for_a_request_that_does_not_fail() -> None:
     ],
 )
 def test_what_lent_work_raises_is_told_the_one_that_lent_it_and_the_turn_is_given_back(
-    error: BaseException, said: str
+    error: BaseException, said: str, threads: ThreadPoolExecutor
 ) -> None:
     def work() -> None:
         raise error
 
     turns = Turns()
-    thread, found = lend_in_thread(turns, work)
+    found = lent(threads, turns, work)
     is_interrupt = isinstance(error, KeyboardInterrupt)
     with pytest.raises(KeyboardInterrupt) if is_interrupt else contextlib.nullcontext(), turns:
         pass
-    thread.join(60)
-    assert said in str(found[0])
+    assert said in str(found.exception(60))
     with turns.step():
         pass
 
 
-def test_lent_work_that_nobody_wants_any_more_is_not_done() -> None:
+def test_lent_work_that_nobody_wants_any_more_is_not_done(threads: ThreadPoolExecutor) -> None:
     turns, stopped, done = Turns(), threading.Event(), list[int]()
-    thread, found = lend_in_thread(turns, lambda: done.append(1), stopped.is_set)
+    found = lent(threads, turns, lambda: done.append(1), stopped.is_set)
     stopped.set()
-    thread.join(60)
-    assert isinstance(found[0], StoppedError)
+    with pytest.raises(StoppedError):
+        found.result(60)
     with turns:
         pass
     assert not done

@@ -64,51 +64,37 @@ def results(plan: Plan) -> list[tuple[tuple[int, ...], int | None, str]]:
 # --- without measurements
 
 
-CASES: dict[str, tuple[list[Item], Limits, Captured | None, list[Any]]] = {
+CASES: dict[str, tuple[list[Item], Captured | None, list[Any]]] = {
     "over the largest budget": (
         images(10, 257),
-        LIMITS,
         None,
         [((0,), 64, "hit"), ((1,), None, "over_largest_budget")],
     ),
     "too many frames": (
         [image(10, frames=8), image(20), image(90, frames=9)],
-        LIMITS,
         None,
         [((0, 1), 64, "hit"), ((2,), None, "too_many_frames")],
     ),
     "a budget was dropped": (
         images(100),
-        LIMITS,
         Captured(keys(64, 256) | keys(128, path="other")),
         [((0,), 256, "hit")],
     ),
     "nothing was captured": (
         images(60, 60, 300),
-        LIMITS,
         captured(),
         [((0, 1), None, "not_captured"), ((2,), None, "over_largest_budget")],
     ),
-    "the exact shape is as fast": (
-        images(100),
-        LIMITS,
-        Captured(keys(64, 256), keys(128)),
-        [((0,), None, "exact_is_faster")],
-    ),
-    "a smaller exact shape is": (
-        images(200),
-        LIMITS,
-        Captured(keys(64, 256), keys(128)),
-        [((0,), 256, "hit")],
-    ),
+    "exact is as fast": (images(100), Captured(keys(64, 256), keys(128)), [((0,), None, "exact_is_faster")]),
+    "a smaller exact shape is": (images(200), Captured(keys(64, 256), keys(128)), [((0,), 256, "hit")]),
 }
 
 
 @each_packing
 @pytest.mark.parametrize("case", CASES)
 def test_the_smallest_captured_budget_with_room_is_replayed(case: str, packing: Packing) -> None:
-    items, limits, ready, expected = CASES[case]
-    assert results(build_plan(items, limits, ready, packing)) == expected
+    items, ready, expected = CASES[case]
+    assert results(build_plan(items, LIMITS, ready, packing)) == expected
 
 
 @pytest.mark.parametrize(

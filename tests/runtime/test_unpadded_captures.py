@@ -80,26 +80,11 @@ def test_uses_count_by_their_weight() -> None:
     assert all(shapes.of_size(6, 0.0) is None for _ in range(50))
 
 
-def test_a_size_that_failed_is_not_captured_twice(caplog: pytest.LogCaptureFixture) -> None:
-    forward = Forward(frozenset({5}))
-    shapes = captures_of(forward)
-    for _ in range(5):
-        assert shapes.of_size(5) is None
-        assert shapes.reason(PathPlan(5, None)) is MissReason.NOT_CAPTURED
-    assert forward.requested == [5]
-    assert "not this size" in shapes.refused[5]
-    assert shapes.graph_bytes == 0
-    assert replayed(shapes, 6) is not None
-    shapes.clear()
-    assert shapes.refused == {}
-    assert shapes.of_size(5) is None
-    assert forward.requested == [5, 6, 5]
-
-
 @pytest.mark.parametrize("where", ["request", "measure"])
-def test_whatever_a_capture_fails_with_is_remembered(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    forward = Forward()
-    shapes = captures_of(forward)
+def test_whatever_a_capture_fails_with_is_remembered_until_clear(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shapes = captures_of(Forward(frozenset({7})))
 
     def fail(*arguments: Any) -> None:
         raise ValueError("nobody expected this")
@@ -111,10 +96,14 @@ def test_whatever_a_capture_fails_with_is_remembered(where: str, monkeypatch: py
             patch.setattr(unpadded.BudgetLadder, "capture", fail)
         for _ in range(3):
             assert shapes.of_size(5) is None
+            assert shapes.reason(PathPlan(5, None)) is MissReason.NOT_CAPTURED
     assert shapes.refused == {5: "nobody expected this"}
     assert shapes.sizes == [] and shapes.generations == []
+    assert shapes.of_size(7) is None and "not this size" in shapes.refused[7]
     assert shapes.of_size(5) is None, "not tried again"
     assert replayed(shapes, 6) is not None
+    shapes.clear()
+    assert shapes.refused == {} and replayed(shapes, 5) is not None
 
 
 def test_the_least_recently_used_generation_is_evicted_as_a_whole() -> None:
