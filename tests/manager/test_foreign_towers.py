@@ -14,9 +14,13 @@ from torch import Tensor
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.errors import InputError
+from fxsplit_encoder.manager.tower import ItemFacts
+from fxsplit_encoder.planning.plan import MissReason
 
 from . import managers
 from .mock_towers import (
+    Config,
+    ItemSpec,
     PackedModel,
     SplitModel,
     UntraceableModel,
@@ -168,4 +172,195 @@ def test_the_towers_code_runs_in_the_callers_inference_mode() -> None:
                 outputs = manager.execute(inputs)
             assert modes == [mode is torch.inference_mode]
             assert not any(output.is_inference() for output in outputs)
+    assert manager.stats().hits == 2
+
+
+# --- what vLLM's towers say of their items in ways of their own
+
+
+two_budgets = functools.partial(managers.captured, token_budgets=(4, 8))
+
+
+class NamesOfItsOwn(PackedModel):
+    names: tuple[str, ...] = ("vision_chunk",)
+
+    def get_encoder_cudagraph_config(self) -> Config:
+        config = super().get_encoder_cudagraph_config()
+        config.modalities = list(self.names)
+        return config
+
+
+@pytest.mark.parametrize(
+    ("names", "reason"),
+    [
+        (("vision_chunk",), None),
+        (("image",), None),
+        (("video",), MissReason.UNSUPPORTED_INPUT),
+        ((), MissReason.UNSUPPORTED_INPUT),
+    ],
+)
+def test_a_modality_of_another_name_is_served(names: tuple[str, ...], reason: MissReason | None) -> None:
+    model = NamesOfItsOwn()
+    model.names = names
+    manager = two_budgets(model)
+    assert_serves(manager, batch(3, 1))
+    stats = manager.stats()
+    assert (stats.hits, dict(stats.misses)) == ((2, {}) if reason is None else (0, {reason: 2}))
+
+
+class ComputedSizes(PackedModel):
+    """As vLLM's Step3-VL, whose sizes are elements of a tensor."""
+
+    def get_encoder_cudagraph_item_specs(self, mm_kwargs: dict[str, Any]) -> list[ItemSpec]:
+        sizes = [torch.tensor(n) for n in mm_kwargs["lengths"]]
+        return [ItemSpec(size, size, {"default": size}) for size in sizes]
+
+
+def test_sizes_may_be_elements_of_a_tensor() -> None:
+    model = ComputedSizes()
+    manager = two_budgets(model)
+    assert_serves(manager, batch(3, 1))
+    assert manager.stats().hits == 2
+
+
+@pytest.mark.parametrize(
+    ("inputs", "expected"),
+    [
+        ({"video_grid_thw": torch.tensor([[2, 4, 4], [7, 2, 2]])}, [2, 7]),
+        ({"video_grid_thw": [[2, 4, 4]]}, [1, 1]),
+        ({"image_grid_thw": [[1, 4, 4], [1, 2, 2]]}, [1, 1]),
+    ],
+)
+def test_grids_of_videos_tell_their_frames(inputs: dict[str, Any], expected: list[int]) -> None:
+    tower: Any = PackedModel()
+    assert ItemFacts(tower).segments(inputs, 2) == expected
+
+
+def pad_plane(captured: torch.Tensor, value: torch.Tensor) -> None:
+    captured.fill_(0)
+    captured[:, : value.shape[1]].copy_(value)
+
+
+class InPlanes(PackedModel):
+    """As vLLM's MiniMax-M3, one of whose inputs has its rows in the second dimension."""
+
+    def get_encoder_cudagraph_config(self) -> Config:
+        config = super().get_encoder_cudagraph_config()
+        config.padding_logics["item"] = pad_plane
+        return config
+
+    def made(self, values: dict[str, Any], budget: int | None = None) -> dict[str, Any]:
+        return values | {"item": values["item"].expand(2, -1).contiguous()}
+
+    def encoder_cudagraph_forward(self, inputs: dict[str, Any], path: str = "default") -> Any:
+        return super().encoder_cudagraph_forward({**inputs, "item": inputs["item"][1]}, path)
+
+
+def test_inputs_are_padded_along_any_dimension_by_their_padding_logic() -> None:
+    model = InPlanes()
+    manager = two_budgets(model)
+    for inputs in (batch(3, 1, 2), batch(4, 4), batch(1), batch(5)):
+        assert_serves(manager, inputs)
+    assert manager.stats().misses == {}
+
+
+class FewerRows(PackedModel):
+    """Makes captures of as many rows as a function says."""
+
+    def __init__(self, rows: Any) -> None:
+        super().__init__()
+        self.rows = rows
+
+    def capture_values(self, budget: int) -> dict[str, Any]:
+        return super().capture_values(self.rows(budget))
+
+
+@pytest.mark.parametrize(
+    ("rows", "held"),
+    [
+        (lambda budget: budget, {4: 4, 7: 7, 16: 16}),
+        (lambda budget: budget // 4 * 4, {4: 4, 7: 4, 16: 16}),  # vLLM's GLM-4.1V
+        (lambda budget: min(budget // 2, 3) * 2, {4: 4, 7: 6, 16: 6}),  # Gemma 3
+        (lambda budget: budget // 4 * 3, {4: 4, 7: 4, 16: 16}),  # DeepSeek-OCR, which adds rows later
+    ],
+)
+def test_what_captures_hold_is_what_the_tower_makes_inputs_for(rows: Any, held: dict[int, int]) -> None:
+    manager = two_budgets(FewerRows(rows), token_budgets=tuple(held))
+    assert manager.paths["default"].costs.max_tokens == held
+
+
+# --- inputs for which a tower gives None
+
+
+class Unused:
+    """`sequence_lengths` is of use to another attention backend than the model's."""
+
+    given: Any = None
+    """What batches give."""
+
+    def made(self, values: dict[str, Any], budget: int | None = None) -> dict[str, Any]:
+        if budget is None and self.given == "no key":
+            return values
+        return values | {"sequence_lengths": self.given if budget is None else None}
+
+    def encoder_cudagraph_forward(self, inputs: dict[str, Any], path: str = "default") -> Tensor:
+        inputs = dict(inputs)
+        assert inputs.pop("sequence_lengths") is None
+        output: Tensor = super().encoder_cudagraph_forward(inputs, path)  # type: ignore[misc]
+        return output
+
+    def encoder_eager_forward(self, mm_kwargs: dict[str, Any], path: str = "default") -> Tensor:
+        values = self.prepare_encoder_cudagraph_replay_buffers(mm_kwargs, 0, 0).values
+        return self.encoder_cudagraph_forward({**values, "sequence_lengths": None})
+
+
+class UnusedSplit(Unused, SplitModel): ...
+
+
+class UnusedUntraceable(Unused, UntraceableModel): ...
+
+
+@pytest.mark.parametrize("make", [UnusedSplit, UnusedUntraceable])
+@pytest.mark.parametrize("mode", ["full", "piecewise", "breakable", "exact", "none"])
+def test_an_input_that_is_none_is_not_used(make: Any, mode: str) -> None:
+    model = make()
+    manager = two_budgets(model, mode=mode, exact_min_hits=1)
+    for given in (None, "no key"):
+        model.given = given
+        for lengths in ((3,), (2, 5), (9,)):
+            assert_serves(manager, batch(*lengths))
+    hits = {"none": 0, "exact": 8}.get(mode, 6)
+    assert manager.stats().hits == hits
+    for graph in manager.budget_graphs["default"].values():
+        assert "sequence_lengths" not in graph.input_buffers
+
+
+@pytest.mark.parametrize("make", [UnusedSplit, UnusedUntraceable])
+def test_what_captures_are_made_without_goes_through_the_eager_forward(
+    make: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = make()
+    manager = two_budgets(model, mode="full")
+    eager = []
+    model.encoder_eager_forward = lambda mm_kwargs, path="default": eager.append(path) or torch.ones(3, 8)
+    model.given = torch.tensor([3])
+    (output,) = manager.execute(batch(3))
+    assert eager == ["default"] and output.eq(1).all()
+    assert manager.stats().misses == {fx.MissReason.EXTENT_EXCEEDED: 1}
+    assert "sequence_lengths: this batch gives a value, and the tower gave None for captures" in caplog.text
+
+
+def test_an_input_that_is_used_at_some_sizes_only_costs_these_sizes() -> None:
+    class Varying(UntraceableModel):
+        def made(self, values: dict[str, Any], budget: int | None = None) -> dict[str, Any]:
+            return values | ({} if budget is None else {"extra": None if budget <= 8 else torch.ones(2)})
+
+        def encoder_cudagraph_forward(self, inputs: dict[str, Any], path: str = "default") -> Tensor:
+            return super().encoder_cudagraph_forward({n: v for n, v in inputs.items() if n != "extra"}, path)
+
+    manager = two_budgets(Varying(), mode="full", token_budgets=(4, 8, 16))
+    assert sorted(manager.budget_graphs["default"]) == [4, 8]
+    assert any("extra is a tensor for 16 tokens and None for another number" in r for r in manager.reports)
+    inputs = batch(3, 2)
+    assert_equal_items(manager.execute(inputs), alone(PackedModel(), inputs))
     assert manager.stats().hits == 2
