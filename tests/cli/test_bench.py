@@ -12,8 +12,7 @@ from PIL import Image
 from fxsplit_encoder.cli import bench as bench_run
 from fxsplit_encoder.cli.bench import Measured, advice
 from fxsplit_encoder.cli.tower import Batch
-from fxsplit_encoder.cli.ways import WAYS, Running, check_ways
-from fxsplit_encoder.errors import InputError
+from fxsplit_encoder.cli.ways import WAYS, Running
 
 from ..models.checkpoints import save
 from .conftest import run, succeed
@@ -122,15 +121,6 @@ def test_mistakes_are_a_line(checkpoint: Path, images: list[Path], tmp_path: Pat
         result = run("bench", checkpoint, *images, *arguments)
         assert (result.exit_code, len(result.stderr.splitlines())) == (2, 1), result.output
         assert message in result.stderr
-
-
-def test_ways_run_in_an_order_of_their_own() -> None:
-    assert check_ways(" ours, eager") == ["eager", "ours"]
-    with pytest.raises(InputError, match="expected some of"):
-        check_ways(" , ")
-
-
-# --- advice
 
 
 BEST = "1.20 to 1.50 times as fast as the best other way"

@@ -213,10 +213,7 @@ ERRORS = {
     "device": (["inspect", "--device", "abacus"], "--device abacus: expected auto, cpu, cuda or cuda:N"),
     "number": (["inspect", "--device", "cuda:99"], "--device cuda:99: this machine has"),
     "image": (["demo", "--images", "absent.png"], "absent.png: no such file"),
-    "output": (
-        ["encode", "x.png", "--model", ".", "-o", "absent/x"],
-        "absent/x: no such directory: absent",
-    ),
+    "output": (["encode", "x.png", "--model", ".", "-o", "absent/x"], "absent/x: no such directory: absent"),
 }
 
 

@@ -53,6 +53,8 @@ def test_limits_and_paths_end_up_in_the_configuration(tmp_path: Path) -> None:
         "local": (200, 400),
     }
     assert (config.max_items_per_batch, config.max_graph_bytes) == (1, 2 * 2**30)
+    text = succeed("tune", trace).stdout
+    assert "max_items_per_batch: 1" in text and "wrote" not in text
 
 
 def test_wrong_inputs_are_a_line_and_exit_code_2(tmp_path: Path) -> None:
@@ -80,17 +82,6 @@ def test_wrong_inputs_are_a_line_and_exit_code_2(tmp_path: Path) -> None:
         assert result.stderr.startswith("encoder-cg: error: ")
         assert len(result.stderr.splitlines()) == 1
     assert not output.exists()
-
-
-def test_as_json_the_configuration_is_printed(tmp_path: Path) -> None:
-    trace = write_trace(tmp_path / "trace.jsonl", *([EncoderItemSpec(400, n)] for n in (100, 300)))
-    result = run("tune", trace, "--json")
-    found = json.loads(result.stdout)
-    assert found["config"] == {"token_budgets": [100, 300], "max_items_per_batch": 1}
-    assert found["tuning"]["ladders"][0]["padding_fraction"] == 0
-    assert found["tuning"]["advice"].startswith("Nothing to gain but memory")
-    text = run("tune", trace).stdout
-    assert "token_budgets: [100, 300]" in text and "wrote" not in text
 
 
 RECORDED: dict[str, Any] = {

@@ -74,14 +74,6 @@ def _raise(faults: dict[int, BaseException], items: Sequence[int]) -> None:
             raise faults[item]
 
 
-class Time:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 def queue_of(*workers: Worker, cost: float = 100.0, **settings: Any) -> EncodeQueue[int, int]:
     queue: EncodeQueue[int, int] = EncodeQueue(cost, **settings)
     for worker in workers:
@@ -235,14 +227,14 @@ def test_a_queue_is_bounded_and_no_tenant_fills_it_for_others() -> None:
 
 @pytest.mark.parametrize("is_taken_late", [False, True])
 def test_what_is_not_taken_in_time_expires(is_taken_late: bool) -> None:
-    time, worker = Time(), Worker(is_open=False)
-    queue = queue_of(worker, clock=time, hang_timeout_s=None)
+    now, worker = [0.0], Worker(is_open=False)
+    queue = queue_of(worker, clock=lambda: now[0], hang_timeout_s=None)
     first = behind(queue, worker)
     late, patient = queue.submit(1, timeout_s=1.0), queue.submit(2)
-    time.now = 2.0
+    now[0] = 2.0
     if not is_taken_late:
         queue.submit(3, timeout_s=0.5)  # which has the clock look at once
-        time.now = 3.0
+        now[0] = 3.0
         queue.submit(4, timeout_s=0.25)
     worker.gate.set()
     with pytest.raises(QueueTimeoutError, match="no worker has taken it within its timeout"):

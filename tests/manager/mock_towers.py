@@ -220,6 +220,7 @@ class PathsModel(EncoderProtocol, nn.Module):
         )
 
     def path_lengths(self, mm_kwargs: dict[str, Any], path: str) -> list[int]:
+        assert "encoder_cudagraph_axis_keys" not in mm_kwargs, "they are taken out before"
         return [len(rows) for rows in mm_kwargs[path]]
 
     def get_encoder_cudagraph_item_specs(self, mm_kwargs: dict[str, Any]) -> list[Any]:
@@ -277,13 +278,9 @@ class PathsModel(EncoderProtocol, nn.Module):
     def postprocess_encoder_output(
         self, outputs: dict[str, Tensor], indices: list[int], tokens: Any, dest: Any, **of_batch: Any
     ) -> None:
-        starts = dict.fromkeys(outputs, 0)
-        for position, index in enumerate(indices):
-            parts = []
-            for path, output in outputs.items():
-                count = len(of_batch["batch_mm_kwargs"][path][position])
-                parts.append(output[starts[path] : starts[path] + count])
-                starts[path] += count
+        lengths = {path: self.path_lengths(of_batch["batch_mm_kwargs"], path) for path in outputs}
+        rows = [outputs[path][: sum(counts)].split(counts) for path, counts in lengths.items()]
+        for index, parts in zip(indices, zip(*rows, strict=True), strict=True):
             present = [part for part in parts if len(part)]
             # As vLLM's models do: what lies on one path alone is a view of its output.
             dest[index] = present[0] if len(present) == 1 else torch.cat(parts)
@@ -345,6 +342,7 @@ def eagerly(model: PathsModel, mm_kwargs: dict[str, Any]) -> list[Tensor]:
     expected = []
     for index in range(len(mm_kwargs[next(iter(model.path_configs))])):
         single = model.select_encoder_cudagraph_items(mm_kwargs, [index])
+        single.pop("encoder_cudagraph_axis_keys", None)
         values = {
             path: model.prepare_encoder_cudagraph_replay_buffers(single, 0, 0, path).values
             for path in model.path_configs

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -181,15 +182,6 @@ def test_the_towers_code_runs_in_the_callers_inference_mode() -> None:
 two_budgets = functools.partial(managers.captured, token_budgets=(4, 8))
 
 
-class NamesOfItsOwn(PackedModel):
-    names: tuple[str, ...] = ("vision_chunk",)
-
-    def get_encoder_cudagraph_config(self) -> Config:
-        config = super().get_encoder_cudagraph_config()
-        config.modalities = list(self.names)
-        return config
-
-
 @pytest.mark.parametrize(
     ("names", "reason"),
     [
@@ -200,8 +192,9 @@ class NamesOfItsOwn(PackedModel):
     ],
 )
 def test_a_modality_of_another_name_is_served(names: tuple[str, ...], reason: MissReason | None) -> None:
-    model = NamesOfItsOwn()
-    model.names = names
+    model: Any = PackedModel()
+    config = replace(model.get_encoder_cudagraph_config(), modalities=list(names))
+    model.get_encoder_cudagraph_config = lambda: config
     manager = two_budgets(model)
     assert_serves(manager, batch(3, 1))
     stats = manager.stats()
@@ -264,17 +257,6 @@ def test_inputs_are_padded_along_any_dimension_by_their_padding_logic() -> None:
     assert manager.stats().misses == {}
 
 
-class FewerRows(PackedModel):
-    """Makes captures of as many rows as a function says."""
-
-    def __init__(self, rows: Any) -> None:
-        super().__init__()
-        self.rows = rows
-
-    def capture_values(self, budget: int) -> dict[str, Any]:
-        return super().capture_values(self.rows(budget))
-
-
 @pytest.mark.parametrize(
     ("rows", "held"),
     [
@@ -285,7 +267,10 @@ class FewerRows(PackedModel):
     ],
 )
 def test_what_captures_hold_is_what_the_tower_makes_inputs_for(rows: Any, held: dict[int, int]) -> None:
-    manager = two_budgets(FewerRows(rows), token_budgets=tuple(held))
+    model: Any = PackedModel()
+    own = model.capture_values
+    model.capture_values = lambda budget: own(rows(budget))
+    manager = two_budgets(model, token_budgets=tuple(held))
     assert manager.paths["default"].costs.max_tokens == held
 
 

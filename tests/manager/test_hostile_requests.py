@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import threading
 import tracemalloc
 from collections import UserDict
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from typing import Any
 
@@ -99,9 +99,6 @@ def assert_refused(call: Callable[[], Any], message: str) -> None:
     assert allocations.num_bytes < 10 * MEBIBYTE
 
 
-# --- the requests
-
-
 class Raises:
     """Whatever is asked of it."""
 
@@ -115,18 +112,9 @@ class Raises:
         raise RuntimeError("no")
 
 
-def nested(depth: int) -> list[Any]:
-    value: list[Any] = []
-    for _ in range(depth):
-        value = [value]
-    return value
-
-
-def endless() -> list[Any]:
-    value: list[Any] = []
-    value.append(value)
-    return value
-
+NESTED: list[Any] = functools.reduce(lambda inner, _: [inner], range(10**4), [])
+ENDLESS: list[Any] = []
+ENDLESS.append(ENDLESS)
 
 Case = tuple[str, Callable[[dict[str, Any]], Any], str]
 
@@ -167,10 +155,8 @@ for label, values in {
 # Pixels.
 PIXELS: dict[str, tuple[Any, str]] = {
     "NumPy": (np.zeros((28, 4), np.float32), r"expected a tensor; got ndarray of \(28, 4\).*from_numpy"),
-    "long text": ("x" * 10**6, "expected a tensor; got 'xxx"),
-    "a list of a million": ([1] * 10**6, "expected a tensor; got 1"),
-    "nested lists": (nested(10**4), "expected a tensor; got "),
-    "a list in itself": (endless(), "expected a tensor; got "),
+    "nested lists": (NESTED, "expected a tensor; got "),
+    "a list in itself": (ENDLESS, "expected a tensor; got "),
     "a hostile object": (Raises(), "expected a tensor; got an object of Raises"),
     "an iterator": (count(), "expected a tensor; got count"),
     "complex": (torch.zeros(28, 4, dtype=torch.complex64), "expected floating point.* got torch.complex64"),
@@ -196,7 +182,6 @@ GRIDS: dict[str, tuple[Any, str]] = {
     "of endless digits": ([[1, 10**5000, 2]], "each of 64 bits; got .*an integer of 16610 bits"),
     "unsigned beyond 64 bits": (np.array([[1, 2**63 + 2, 2]], np.uint64), "each of 64 bits"),
     "complex": (torch.ones(1, 3, dtype=torch.complex64), "rows of three integers"),
-    "boolean": (torch.ones(1, 3, dtype=torch.bool), "rows of three integers .*True"),
     "not a number": ([[1, float("nan"), 2]], "rows of three integers .*nan"),
     "negative twice": (torch.tensor([[1, -2, -14]]), "at least 1 frame"),
     "zero": (torch.tensor([[0, 4, 8]]), "at least 1 frame"),
@@ -204,22 +189,18 @@ GRIDS: dict[str, tuple[Any, str]] = {
     "one row": (torch.tensor([1, 4, 7]), "rows of three integers"),
     "very wide": (torch.ones(1, 1).long().expand(1, FAR), "rows of three integers .*Tensor of"),
     "very many": (torch.ones(1, 1).long().expand(FAR, 3), "describes 1099511627776 items"),
-    "very many of an array": (np.broadcast_to(np.int64(1), (FAR, 3)), "describes 1099511627776 items"),
-    "lists of wide tensors": ([torch.ones(1).long().expand(FAR)], "rows of three integers"),
     "on the meta device": (torch.ones(1, 3, device="meta").long(), "rows of three integers"),
     "sparse": (torch.ones(1, 3).long().to_sparse(), "rows of three integers"),
     "text": ("1, 4, 7", "rows of three integers .*'1, 4, 7'"),
     "objects": (np.array([[None, "a", 3]], dtype=object), "rows of three integers"),
-    "rows of hostile objects": ([Raises()], "rows of three integers .*an object of Raises"),
     "an iterator": (count(), "rows of three integers"),
-    "a list in itself": (endless(), "rows of three integers"),
+    "a list in itself": (ENDLESS, "rows of three integers"),
     "none": ([], "describes 0 patches; got 28 rows"),
 }
 for label, (value, message) in GRIDS.items():
     add(f"grids are {label}", QWEN, {"image_grid_thw": value}, f"image_grid_thw:? .*{message}|^{message}")
-for label in ("larger than pixels", "very many", "complex", "missing"):
-    grids = {"image_grid_thw": GRIDS[label][0]}
-    add(f"grids are {label}", (QWEN25, GLM, KIMI_K25), grids, "image_grid_thw")
+for label in ("larger than pixels", "very many", "missing"):
+    add(f"grids are {label}", (QWEN25, GLM, KIMI_K25), {"image_grid_thw": GRIDS[label][0]}, "image_grid_thw")
 for label, value in {
     "a product that wraps": torch.tensor([[2**62, 2**62]]),
     "of three columns": [[1, 4, 7]],
@@ -264,18 +245,17 @@ COUNTS: dict[str, Any] = {
     "complex": torch.ones(3, dtype=torch.complex64),
     "very many": torch.ones(1).long().expand(FAR),
     "an iterator": count(),
-    "nested lists": nested(10**4),
+    "nested lists": NESTED,
     "a hostile object": Raises(),
 }
 STEP3_NAMES = "num_patches|patch_pixel_values|pixel_values"
 for label, value in COUNTS.items():
     add(f"counts are {label}", INTERN, {"num_patches": value}, "^pixel_values: expected tile counts")
     add(f"counts are {label}", STEP3, {"num_patches": value}, STEP3_NAMES)
-for label in ("too many", "very many", "complex", "an iterator"):
-    grid = [[2**40, 2**40], [1, 1]] if label == "too many" else COUNTS[label]
-    add(f"counts are {label}", DEEPSEEK, {"images_spatial_crop": grid}, "images_spatial_crop")
 for tower, name in ((DEEPSEEK, "images_spatial_crop"), (STEP3, "num_patches"), (STEP3, "patch_pixel_values")):
     add(f"{name} missing", tower, {name: None}, f"^{name}: .*got None")
+add("too many crops", DEEPSEEK, {"images_spatial_crop": [[2**40, 2**40], [1, 1]]}, "images_spatial_crop")
+add("very many crops", DEEPSEEK, {"images_spatial_crop": COUNTS["very many"]}, "images_spatial_crop")
 add("crops are NumPy", DEEPSEEK, {"images_crop": np.zeros(3)}, "^images_crop: expected a tensor")
 for value, message in (
     (torch.tensor([[2**40, 2**40]]), "^pixel_values: expected tile counts"),
@@ -327,22 +307,15 @@ def test_vllm_58122_found_f_it_is_refused_by_name_and_the_manager_goes_on(label:
 def test_who_sends_bad_inputs_waits_for_nobody_and_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     manager = manager_of(QWEN)
     request = hostile(good_request(QWEN), QWEN, lambda good: {**good, "image_grid_thw": [[FAR, 2, 2]]})
-    forward, refused = manager.tower.encoder_eager_forward, list[InputError]()
-
-    def send() -> None:
-        with pytest.raises(InputError) as raised:
-            manager.execute(request)
-        refused.append(raised.value)
+    forward = manager.tower.encoder_eager_forward
 
     def forward_meanwhile(*args: Any, **kwargs: Any) -> Any:
-        sender = threading.Thread(target=send, daemon=True)
-        sender.start()
-        sender.join(60)
+        error = ThreadPoolExecutor(1).submit(manager.execute, request).exception(60)
+        assert isinstance(error, InputError)
         return forward(*args, **kwargs)
 
     monkeypatch.setattr(manager.tower, "encoder_eager_forward", forward_meanwhile)
     manager.execute(good_request(QWEN))
-    assert refused, "it waited for the lock"
 
 
 @pytest.mark.parametrize("tower", PACKED)

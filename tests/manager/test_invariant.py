@@ -103,9 +103,6 @@ def test_reports_name_the_kernel_that_attends(encoders: Encoders) -> None:
     assert line.endswith(": per_segment")
 
 
-# --- routes
-
-
 SMALL = PackedInputs(patch_shape=(FEATURES,))
 
 

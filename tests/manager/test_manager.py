@@ -29,9 +29,6 @@ video_grids = st.tuples(st.integers(1, 5), st.integers(1, 3).map(lambda n: 2 * n
 batches = st.tuples(st.lists(image_grids, max_size=6), st.lists(video_grids, max_size=2))
 
 
-# --- equal to eager
-
-
 SEQUENCE = [
     ([(1, 2 * (1 + 5 * n % 4), 2 * (1 + 3 * n % 5)) for n in range(16)], []),
     ([], [(8, 4, 4), (2, 8, 4)]),
@@ -88,9 +85,6 @@ def test_what_no_replay_serves_is_encoded_and_counted(
     assert bool(manager.budget_graphs["default"]) == (not options)
 
 
-# --- plans, statistics, progress
-
-
 def test_what_was_captured_can_be_inspected(full: Any) -> None:
     graphs = full.budget_graphs["default"]
     assert sorted(graphs) == [4, 16, 32, 64]
@@ -128,9 +122,6 @@ def test_plans_are_kept_until_captures_change(full: Any, make_batch: Any) -> Non
     full.capture()
     assert full.plan(inputs) == plan
     assert full.plan(inputs) is not plan
-
-
-# --- what a tower does not capture
 
 
 @pytest.fixture
@@ -269,9 +260,6 @@ def test_what_is_not_a_tower_is_refused() -> None:
         InputError, match=r"tower: Linear lacks methods of SupportsEncoderCudaGraph; pass what"
     ):
         fx.EncoderCudaGraphManager(nn.Linear(2, 2))
-
-
-# --- kernels
 
 
 def test_a_kernel_that_cannot_run_is_refused_at_once(make_manager: Any) -> None:

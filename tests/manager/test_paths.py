@@ -10,7 +10,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.capture.forward import CapturedForward
@@ -152,27 +151,6 @@ def test_statistics_show_how_long_a_replay_took_when_it_was_measured() -> None:
     shown = manager.stats().budgets.items()
     times = {key.budget: each.mean_milliseconds for key, each in shown if key.path == "global"}
     assert times == {4: None, 8: 2.5, 16: None}
-
-
-# --- what one path lacks
-
-
-def test_a_dropped_path_falls_back_while_the_other_replays() -> None:
-    class FailingLocal(PathsModel):
-        def encoder_cudagraph_forward(self, inputs: dict[str, Tensor], path: str = "default") -> Tensor:
-            if path == "local":
-                raise RuntimeError("this path cannot be captured")
-            return super().encoder_cudagraph_forward(inputs, path)
-
-    model = FailingLocal()
-    manager = captured(model)
-    assert captured_budgets(manager) == {"global": [4, 8, 16], "local": []}
-    assert sum("this path cannot be captured" in report for report in manager.reports) >= 3
-    assert_serves(manager, items(model, (3, 2), (2, 0)))
-    stats = manager.stats()
-    assert stats.misses[NOT_CAPTURED] >= 1
-    assert set(replays(manager)) <= {("global", 4), ("global", 8)}
-    assert replays(manager)
 
 
 # --- any batches

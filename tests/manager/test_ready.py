@@ -166,10 +166,6 @@ def wait_for_end(manager: fx.EncoderCudaGraphManager) -> CaptureProgress:
     return progress
 
 
-def threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("fxsplit")]
-
-
 # --- piece by piece
 
 
@@ -287,9 +283,6 @@ def test_some_captures_are_waited_for(setting: str) -> None:
     with pytest.raises(fx.InputError, match=f"wait: expected True with {setting}"):
         manager.capture(wait=False)
     assert not manager.is_captured()
-
-
-# --- memory
 
 
 def test_first_captures_give_way_where_memory_is_short(
@@ -417,7 +410,8 @@ def test_captures_that_nobody_asks_for(by_waiting: bool, lending: None) -> None:
     wait_until(lambda: begun_work[-1].turns.lent)
     manager.clear()
     begun_work[-1].background.end()
-    assert phase(manager) == "stopped" and not threads()
+    assert phase(manager) == "stopped"
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("fxsplit")]
     assert_right(manager, 3, 5)
 
 
@@ -595,9 +589,6 @@ def test_another_process_compiles_and_this_one_traces_nothing(
     assert not caplog.records and not manager.reports and phase(manager) == "done"
     assert_right(manager, 3, 5)
     assert modes(manager) == {"default": {4: "full", 16: "full"}}
-
-
-# --- several encoders
 
 
 def test_the_least_of_several_encoders_is_told() -> None:

@@ -188,9 +188,6 @@ def test_lent_work_that_nobody_wants_any_more_is_not_done(threads: ThreadPoolExe
     assert not done
 
 
-# --- what surrounds a request
-
-
 def test_it_is_all_four_contexts(monkeypatch: pytest.MonkeyPatch) -> None:
     turns, kernels = Turns(), Choosers()
     before = [chooser.current.get(None) for chooser in kernels.all]

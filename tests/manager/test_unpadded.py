@@ -85,9 +85,6 @@ def test_captures_at_exact_shapes_count_against_the_limit(make_captured: Any, ma
     assert "max_graph_bytes" in next(iter(shapes.refused.values()))
 
 
-# --- by cost
-
-
 def test_a_manager_captures_nothing_later_if_told_so(
     make_manager: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

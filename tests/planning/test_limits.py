@@ -165,9 +165,6 @@ def test_limits_are_always_consistent(
     )
 
 
-# --- generated budgets
-
-
 @given(st.integers(1, 10**6), st.integers(0, 10**6))
 def test_generated_budgets_are_increasing_and_never_more_than_double(minimum: int, extra: int) -> None:
     budgets = generate_budgets(minimum, minimum + extra)

@@ -126,28 +126,6 @@ def test_more_segments_than_a_capture_holds_need_a_larger_one(packing: Packing) 
     assert build_plan(items, LIMITS, packing=packing, costs=costs).misses == {}
 
 
-# --- two paths
-
-
-@each_packing
-@pytest.mark.parametrize(
-    ("item", "expected"),
-    [
-        ((80, 60), {"global": PathPlan(80, 100), "local": PathPlan(60, 100)}),
-        ((80, 0), {"global": PathPlan(80, 100), "local": PathPlan(0)}),
-        ((201, 60), {"global": PathPlan(201, None, OVER), "local": PathPlan(60, 100)}),
-        ((201, 101), {"global": PathPlan(201, None, OVER), "local": PathPlan(101, None, OVER)}),
-    ],
-    ids=["both replay", "local is skipped", "global falls back", "both fall back"],
-)
-def test_each_path_of_a_batch_is_planned_on_its_own(
-    item: tuple[int, int], expected: dict[str, PathPlan], packing: Packing
-) -> None:
-    (batch,) = build_plan([two_path_image(*item)], TWO_PATHS, packing=packing).batches
-    assert batch.paths == expected
-    assert batch.reason == expected["global"].reason
-
-
 def test_a_path_over_its_budgets_may_run_eagerly() -> None:
     costs = CostModel(
         {
@@ -162,38 +140,6 @@ def test_a_path_over_its_budgets_may_run_eagerly() -> None:
         "local": PathPlan(60, 100, milliseconds=1.5),
     }
     assert batch.milliseconds == 18.0
-
-
-@each_packing
-def test_a_path_that_is_never_skipped_replays_padding(packing: Packing) -> None:
-    limits = Limits(TWO_PATHS.path_budgets, 8, 0)
-    (batch,) = build_plan([two_path_image(80, 0)], limits, packing=packing).batches
-    assert (batch.paths["local"], batch.reason) == (PathPlan(0, 50), None)
-    plan = build_plan([two_path_image(80, 0)], limits, captured(100, path="global"), packing)
-    assert plan.batches[0].paths["local"] == PathPlan(0, None, MissReason.NOT_CAPTURED)
-
-
-@each_packing
-def test_a_path_without_budgets_or_captures_leaves_the_others_their_replays(packing: Packing) -> None:
-    never = Limits({"global": (100, 200), "local": ()}, 8, 0, frozenset({"local"}))
-    items = [two_path_image(80, 70_000), two_path_image(80, 60)]
-    for limits, ready in ((never, None), (TWO_PATHS, captured(200, path="global"))):
-        plan = build_plan(items, limits, ready, packing)
-        assert plan.misses.keys() <= {MissReason.NOT_CAPTURED, OVER} and plan.hits == 0
-        assert all(batch.paths["global"].budget for batch in plan.batches)
-
-
-# --- axis keys and reasons
-
-
-def test_items_of_different_axis_keys_never_share_a_batch() -> None:
-    budgets = keys(64, 128, axis_keys=("a",)) | keys(256, axis_keys=("b",))
-    plan = build_plan([image(30, axis_keys=(key,)) for key in "abac"], LIMITS, Captured(budgets))
-    assert [(batch.axis_keys, *row) for batch, row in zip(plan.batches, results(plan), strict=True)] == [
-        (("a",), (0, 2), 64, "hit"),
-        (("b",), (1,), 256, "hit"),
-        (("c",), (3,), None, "not_captured"),
-    ]
 
 
 def test_costs_are_those_of_the_axis_keys() -> None:
@@ -312,9 +258,6 @@ def test_batches_are_as_large_as_captures_hold(packing: Packing, measured: bool)
     assert all(batch.paths["default"].tokens <= 64 for batch in plan.batches)
     single = build_plan(images(96), limits, packing=packing, costs=costs)
     assert single.misses == {MissReason.EXTENT_EXCEEDED: 1}
-
-
-# --- properties
 
 
 path_tokens = st.tuples(
