@@ -118,11 +118,8 @@ def test_a_batch_may_be_submitted_whole_and_goes_before_what_waits() -> None:
     queue.close()
     with pytest.raises(QueueClosedError):
         queue.submit_batch([5])
-
-
-def test_a_whole_batch_that_no_worker_came_for_fails_at_the_end() -> None:
     queue = queue_of()
-    (future,) = queue.submit_batch([1])
+    (future,) = queue.submit_batch([1])  # for which no worker comes
     queue.close()
     assert isinstance(future.exception(PATIENCE_S), QueueClosedError)
     assert (queue.stats().cancelled, queue.stats().waiting) == (1, 0)

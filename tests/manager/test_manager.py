@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import nn
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.capture.forward import CapturedForward
@@ -265,25 +265,3 @@ def test_what_is_not_a_tower_is_refused() -> None:
 def test_a_kernel_that_cannot_run_is_refused_at_once(make_manager: Any) -> None:
     with pytest.raises(fx.ConfigError, match="attention: torch_flash cannot run on cpu"):
         make_manager(attention="torch_flash")
-
-
-def test_a_pinned_kernel_runs_in_captures_and_beside_them(
-    make_captured: Any, make_batch: Any, monkeypatch: pytest.MonkeyPatch, assert_as_eager: Any
-) -> None:
-    from fxsplit_encoder.kernels.attention import KERNELS
-
-    (pinned,) = [kernel for kernel in KERNELS if kernel.name == "masked"]
-    seen: list[int] = []
-    real = type(pinned).__call__
-
-    def watch(self: Any, query: Tensor, *args: Any) -> Tensor:
-        seen.append(query.shape[0])
-        return real(self, query, *args)
-
-    monkeypatch.setattr(type(pinned), "__call__", watch)
-    inputs = make_batch([(1, 8, 8), (1, 24, 24)])  # the second is over every budget
-    for attention, expected in (("auto", False), ("masked", True)):
-        seen.clear()
-        manager = make_captured(mode="piecewise", attention=attention)
-        assert_as_eager(manager, inputs)
-        assert bool(seen) == expected

@@ -51,26 +51,6 @@ def test_other_images_of_the_same_count_replay_the_same_capture(
     assert "exact" in str(stats)
 
 
-def test_nothing_is_captured_before_a_count_has_come_often_enough(
-    make_manager: Any, make_batch: Any, assert_as_eager: Any
-) -> None:
-    manager = make_manager(mode="exact", exact_min_hits=3)
-    assert manager.planned_captures().num_graphs == 0
-    manager.capture()
-    inputs = make_batch([(1, 4, 4), (1, 8, 4)])
-    for turn in range(4):
-        planned = manager.plan(inputs)
-        (path,) = [batch.paths["default"] for batch in planned.batches]
-        assert path.result == ("new_shape" if turn < 3 else "hit")
-        assert path.budget == (12 if turn == 3 else None)
-        assert_as_eager(manager, inputs)
-    assert manager.stats().misses == {fx.MissReason.NEW_SHAPE: 4}
-    assert manager.stats().hits == 4
-    manager.clear()
-    assert manager.paths["default"].unpadded.sizes == []
-    assert_as_eager(manager, inputs)
-
-
 def test_captures_at_exact_shapes_count_against_the_limit(make_captured: Any, make_batch: Any) -> None:
     limit = 300_000
     manager = make_captured(mode="exact", exact_min_hits=1, max_graph_bytes=limit)

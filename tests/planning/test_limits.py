@@ -56,26 +56,6 @@ def test_vllm_41714_a_narrow_range_does_not_make_batches_of_one(budget_range: tu
     assert limits({"token_budgets": [2, 4096]}, budget_range).max_items_per_batch == 2
 
 
-def test_the_users_items_raise_the_smallest_generated_budget() -> None:
-    found = limits({"max_items_per_batch": 100}, (64, 4096))
-    assert found.path_budgets["default"] == (
-        *(100, 125, 150, 175, 200, 250, 300, 350, 400, 500, 600, 700, 800, 1000, 1200, 1400, 1600),
-        *(2000, 2400, 2800, 3200, 4000, 4096),
-    )
-    assert found.max_items_per_batch == 100
-    with pytest.raises(ConfigError, match=r"max_items_per_batch: .*allowed: 0 to 4096; got 5000"):
-        limits({"max_items_per_batch": 5000}, (64, 4096))
-
-
-def test_frames_are_the_users_or_follow_from_the_items() -> None:
-    settings = {"token_budgets": [64], "max_items_per_batch": 4}
-    assert limits(settings, max_frames_per_video=10).max_frames_per_batch == 40
-    assert limits({**settings, "max_frames_per_batch": 7}, max_frames_per_video=10).max_frames_per_batch == 7
-    assert limits({**settings, "max_frames_per_batch": 0}, max_frames_per_video=10).max_frames_per_batch == 0
-    for images_only in (settings, {**settings, "max_frames_per_batch": 7}):
-        assert limits(images_only, has_video=False, max_frames_per_video=10).max_frames_per_batch == 0
-
-
 def test_listed_budgets_hold_on_every_path_unless_it_lists_its_own() -> None:
     generated = limits({}, (64, 800), paths=PATHS)
     assert generated.path_budgets == {"global": (272, 544), "local": tuple(range(100, 801, 100))}
@@ -129,6 +109,8 @@ def test_a_listed_zero_is_never_captured() -> None:
 
 
 def test_wrong_declarations_and_settings_are_named() -> None:
+    with pytest.raises(ConfigError, match=r"max_items_per_batch: .*allowed: 0 to 4096; got 5000"):
+        limits({"max_items_per_batch": 5000}, (64, 4096))
     with pytest.raises(ConfigError, match=r"paths\.loca: the tower has no such path; allowed: global, local"):
         limits({"paths": {"loca": {}}}, paths=PATHS)
     with pytest.raises(InputError, match="declares no encoder path"):
@@ -147,22 +129,22 @@ def test_wrong_declarations_and_settings_are_named() -> None:
     st.one_of(st.none(), st.integers(0, 50)),
     st.integers(1, 400),
     st.integers(0, 4000),
-    st.integers(1, 32),
+    st.integers(0, 32),
 )
 def test_limits_are_always_consistent(
     listed: list[int], items: int, frames: int | None, minimum: int, extra: int, video_frames: int
 ) -> None:
     items = min([items, *listed, minimum + extra])
     settings = {"token_budgets": listed, "max_items_per_batch": items, "max_frames_per_batch": frames}
-    found = limits(settings, (minimum, minimum + extra), max_frames_per_video=video_frames)
+    has_video = video_frames > 0
+    found = limits(settings, (minimum, minimum + extra), has_video, max_frames_per_video=video_frames or 1)
     budgets = found.path_budgets["default"]
     assert list(budgets) == sorted(set(budgets))
     assert budgets == tuple(listed) or (not listed and budgets[-1] == minimum + extra)
     assert 1 <= found.max_items_per_batch <= budgets[0]
     assert items in (0, found.max_items_per_batch)
-    assert found.max_frames_per_batch == (
-        found.max_items_per_batch * video_frames if frames is None else frames
-    )
+    expected = found.max_items_per_batch * video_frames if frames is None else frames
+    assert found.max_frames_per_batch == (expected if has_video else 0)
 
 
 @given(st.integers(1, 10**6), st.integers(0, 10**6))

@@ -298,11 +298,6 @@ def test_a_curve_is_straight_between_its_points() -> None:
     assert rising({0: 2.0})(5000) == 2.0
 
 
-def test_a_point_that_falls_is_noise() -> None:
-    curve = rising({64: 2.0, 128: 1.9, 256: 3.0, 512: 2.5})
-    np.testing.assert_allclose(curve([64, 128, 256, 512, 9000]), [2, 2, 3, 3, 3])
-
-
 @given(
     st.dictionaries(st.integers(0, 5000), st.floats(0.01, 100), min_size=1, max_size=6),
     st.lists(st.integers(0, 10_000), min_size=2, max_size=20),
