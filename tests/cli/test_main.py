@@ -80,8 +80,7 @@ def test_demo(photographs: list[Path], config: Path, tmp_path: Path) -> None:
     assert "3 items in 2 batches: 3 hit" in out
     rows = {line.split()[0]: line.split() for line in out.splitlines() if line}
     assert rows["clip.webp"][1:7] == ["3x64x64", "32", "8", "8", "full", "hit"]
-    assert "3 of 3" in out
-    assert "Every output is within 1e-04 of eager's." in out
+    assert "3 of 3" in out and found["verdict"] in out
     assert max(map(len, out.splitlines()[:-1])) <= 100
     assert "capturing" in result.stderr and "2/2" in result.stderr
 

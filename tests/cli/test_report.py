@@ -118,9 +118,6 @@ def test_every_reason_has_a_remedy() -> None:
     assert all(WHAT_TO_DO[reason] for reason in MissReason)
 
 
-# --- the command
-
-
 @pytest.fixture
 def trace(tiny_tower: Qwen3VLVisionModel, tmp_path: Path) -> Path:
     """Requests of one to three images, some replayed, some too large."""

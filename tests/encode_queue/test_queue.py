@@ -81,11 +81,13 @@ def queue_of(*workers: Worker, cost: float = 100.0, **settings: Any) -> EncodeQu
     return queue
 
 
-def behind(queue: EncodeQueue[int, int], worker: Worker) -> Future[int]:
-    """A first item whose batch keeps the worker busy until its gate opens."""
-    future = queue.submit(0)
+def busy(**settings: Any) -> tuple[EncodeQueue[int, int], Worker, Future[int]]:
+    """A queue whose worker is kept busy by a first item until its gate opens."""
+    worker = Worker(is_open=False)
+    queue = queue_of(worker, **settings)
+    first = queue.submit(0)
     worker.wait_for_batch()
-    return future
+    return queue, worker, first
 
 
 def results(futures: Sequence[Future[int]]) -> list[Any]:
@@ -93,9 +95,7 @@ def results(futures: Sequence[Future[int]]) -> list[Any]:
 
 
 def test_what_waits_is_encoded_together_as_far_as_costs_allow() -> None:
-    worker = Worker(is_open=False)
-    queue = queue_of(worker, cost=5.0)
-    first = behind(queue, worker)
+    queue, worker, first = busy(cost=5.0)
     futures = [queue.submit(n, cost) for n, cost in enumerate([2, 2, 2, 9, 1, 1, 1, 1], start=1)]
     worker.gate.set()
     assert results([first, *futures]) == [0, 2, 4, 6, 8, 10, 12, 14, 16]
@@ -106,10 +106,9 @@ def test_what_waits_is_encoded_together_as_far_as_costs_allow() -> None:
 
 
 def test_a_batch_may_be_submitted_whole_and_goes_before_what_waits() -> None:
-    worker = Worker(is_open=False)
+    queue, worker, first = busy()
     worker.faults = {4: InputError("4")}
-    queue = queue_of(worker)
-    first, waiting, futures = behind(queue, worker), queue.submit(1), queue.submit_batch([2, 3, 4])
+    waiting, futures = queue.submit(1), queue.submit_batch([2, 3, 4])
     assert not futures[0].cancel()
     worker.gate.set()
     assert [str(each) for each in results([first, waiting, *futures])] == ["0", "2", "4", "6", "4"]
@@ -126,9 +125,7 @@ def test_a_batch_may_be_submitted_whole_and_goes_before_what_waits() -> None:
 
 
 def test_tenants_are_served_in_turn() -> None:
-    worker = Worker(is_open=False)
-    queue = queue_of(worker, cost=1.0)
-    behind(queue, worker)
+    queue, worker, _ = busy(cost=1.0)
     for number in (1, 2, 3):
         queue.submit(number, tenant="a")
     queue.submit(4, tenant="b")
@@ -162,9 +159,7 @@ def test_a_batch_is_launched_while_another_is_waited_for() -> None:
 
 @pytest.mark.parametrize("faults", ["faults", "late_faults"])
 def test_a_batch_that_fails_is_halved_until_the_guilty_is_alone(faults: str) -> None:
-    worker = Worker(is_open=False)
-    queue = queue_of(worker)
-    behind(queue, worker)
+    queue, worker, _ = busy()
     futures = [queue.submit(n) for n in range(1, 9)]
     error = RuntimeError("bad")
     getattr(worker, faults)[3] = error
@@ -189,9 +184,7 @@ def test_an_item_may_have_an_error_of_its_own_and_results_have_to_be_as_many() -
 
 
 def test_an_item_can_be_cancelled_until_it_is_taken() -> None:
-    worker = Worker(is_open=False)
-    queue = queue_of(worker, max_items=2)
-    first = behind(queue, worker)
+    queue, worker, first = busy(max_items=2)
     second, third = queue.submit(1), queue.submit(2)
     assert (first.cancel(), second.cancel()) == (False, True)
     queue.submit(3)  # there is room again
@@ -224,9 +217,8 @@ def test_a_queue_is_bounded_and_no_tenant_fills_it_for_others() -> None:
 
 @pytest.mark.parametrize("is_taken_late", [False, True])
 def test_what_is_not_taken_in_time_expires(is_taken_late: bool) -> None:
-    now, worker = [0.0], Worker(is_open=False)
-    queue = queue_of(worker, clock=lambda: now[0], hang_timeout_s=None)
-    first = behind(queue, worker)
+    now = [0.0]
+    queue, worker, first = busy(clock=lambda: now[0], hang_timeout_s=None)
     late, patient = queue.submit(1, timeout_s=1.0), queue.submit(2)
     now[0] = 2.0
     if not is_taken_late:
@@ -257,11 +249,10 @@ class Killed(BaseException):
 @pytest.mark.parametrize("fault", [Killed(), EncoderLostError("gone"), torch.AcceleratorError("broken")])
 @pytest.mark.parametrize("faults", ["faults", "late_faults"])
 def test_the_items_of_a_lost_worker_go_to_another_alone(fault: BaseException, faults: str) -> None:
-    dying, healthy = Worker(is_open=False), Worker()
-    queue = queue_of(dying)
+    queue, dying, first = busy()
     getattr(dying, faults)[0] = fault
-    futures = [behind(queue, dying), *(queue.submit(n) for n in (1, 2))]
-    queue.add_worker(healthy.launch)
+    futures = [first, *(queue.submit(n) for n in (1, 2))]
+    queue.add_worker(Worker().launch)
     dying.gate.set()
     assert results(futures) == [0, 2, 4]
     assert queue.is_alive and queue.stats().lost_workers == 1
@@ -333,9 +324,8 @@ def test_a_worker_that_does_not_start_tells_its_caller_and_fails_what_waits() ->
 
 
 def test_a_worker_that_hangs_is_given_up_and_its_results_do_not_count() -> None:
-    hanging, healthy = Worker(is_open=False), Worker()
-    queue = queue_of(hanging, hang_timeout_s=0.05)
-    future = behind(queue, hanging)
+    queue, hanging, future = busy(hang_timeout_s=0.05)
+    healthy = Worker()
     queue.add_worker(healthy.launch)
     assert future.result(PATIENCE_S) == 0
     assert healthy.batches == [[0]]
@@ -351,7 +341,8 @@ def test_closing_encodes_or_cancels_what_waits(drain: bool) -> None:
     worker, closed = Worker(is_open=False), []
     queue: EncodeQueue[int, int] = EncodeQueue(1.0)
     queue.add_worker(worker.launch, close=lambda: closed.append(threading.current_thread().name))
-    first = behind(queue, worker)
+    first = queue.submit(0)
+    worker.wait_for_batch()
     second = queue.submit(1)
     threading.Timer(0.05, worker.gate.set).start()
     queue.close(drain=drain)

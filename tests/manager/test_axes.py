@@ -72,9 +72,6 @@ def test_keys_that_were_never_captured_fall_back_and_are_counted() -> None:
     assert stats.fallback_runs == {"eager": 1}
 
 
-# --- what is not captured
-
-
 class Ranged(AxesModel):
     """Of eight columns an item has at least six tokens, of four at most two."""
 

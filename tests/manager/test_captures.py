@@ -214,9 +214,6 @@ def test_the_first_execution_without_a_capture_warns(caplog: pytest.LogCaptureFi
     assert not any("nothing has been captured" in message for message in said(caplog, logging.WARNING))
 
 
-# --- clear, and capture again
-
-
 def test_reports_are_those_of_the_last_capture() -> None:
     model = RefusingPaths()
     model.refused = 4

@@ -143,9 +143,6 @@ def test_a_plan_for_the_towers_own_forward_runs_the_program(
         manager.paths["default"].run_eager(inputs)
 
 
-# --- what is refused
-
-
 def test_a_tower_with_other_products_is_refused_by_the_node() -> None:
     tower = fx.wrap(tiny_towers.make("Step3VisionModel"))
     manager = fx.EncoderCudaGraphManager(tower, fx.EncoderConfig(invariant=True))

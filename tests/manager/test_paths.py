@@ -29,9 +29,6 @@ def replays(manager: fx.EncoderCudaGraphManager) -> dict[tuple[str, int], int]:
     return {key[:2]: stats.replays for key, stats in manager.stats().budgets.items() if stats.replays}
 
 
-# --- hit, skip and miss of two paths
-
-
 SCENARIOS = {
     # rows of the items; hits, misses, replays, fallback runs
     "both hit": ([(3, 2)], 1, {}, {("global", 4): 1, ("local", 4): 1}, {}),
@@ -114,9 +111,6 @@ def test_omni_6587_memory_is_given_back_as_a_whole(monkeypatch: pytest.MonkeyPat
     assert held == [0]  # once, after every capture was released
 
 
-# --- budgets of every path
-
-
 @pytest.mark.parametrize(
     ("local", "budgets", "hits", "misses"),
     [
@@ -151,9 +145,6 @@ def test_statistics_show_how_long_a_replay_took_when_it_was_measured() -> None:
     shown = manager.stats().budgets.items()
     times = {key.budget: each.mean_milliseconds for key, each in shown if key.path == "global"}
     assert times == {4: None, 8: 2.5, 16: None}
-
-
-# --- any batches
 
 
 @pytest.fixture(scope="module")

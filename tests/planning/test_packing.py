@@ -211,9 +211,6 @@ def test_never_dearer_than_greedy_and_within_every_limit(
         assert permuted.total(permuted.pack()) == pytest.approx(total)
 
 
-# --- greedy packing
-
-
 def pack_by_the_rule(
     items: list[tuple[int, ...]], ladders: Sequence[list[int]], max_items: int, most: list[float], defer: bool
 ) -> list[list[int]]:

@@ -61,9 +61,6 @@ def results(plan: Plan) -> list[tuple[tuple[int, ...], int | None, str]]:
     return [(b.indices, p.budget, p.result) for b in plan.batches for p in b.paths.values()]
 
 
-# --- without measurements
-
-
 CASES: dict[str, tuple[list[Item], Captured | None, list[Any]]] = {
     "over the largest budget": (
         images(10, 257),
@@ -175,9 +172,6 @@ def test_a_fallback_plan_keeps_the_items_together(skippable: Any, local: PathPla
     assert batch.paths == {"global": PathPlan(240, None, MissReason.DISABLED), "local": local}
     assert plan.misses == {MissReason.DISABLED: 3}
     assert build_fallback_plan([], ("global",), MissReason.DISABLED) == Plan((), 0)
-
-
-# --- with measurements
 
 
 def test_vllm_52229_the_cheapest_way_is_taken_and_its_time_predicted() -> None:

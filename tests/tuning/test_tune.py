@@ -216,9 +216,6 @@ def test_no_budget_is_smaller_than_the_items_of_a_batch() -> None:
     assert tuning.config.max_items_per_batch == 12
 
 
-# --- whether it is worth it
-
-
 NEARLY_EQUAL = BatchCosts(rising({0: 10.0, 1000: 1010.0}), rising({0: 200.0, 500: 520.0, 1000: 1025.0}))
 """At 500 tokens and more a replay gains less than 2 %."""
 
