@@ -189,7 +189,7 @@ def test_inspect_as_json(config: Path, save_checkpoint: SaveCheckpoint, tmp_path
     ]
     assert all(row["bytes"] > 0 for row in found["captures"])
     assert found["programs"] == {"default": {"split": "none, this path runs eagerly"}}
-    states = {row["name"]: row["state"] for row in found["attention_kernels"]}
+    states = {row["kernel"]: row["state"] for row in found["attention_kernels"]}
     assert states["per_segment"] == "works" and "needs CUDA" in states["torch_flash"]
 
 
