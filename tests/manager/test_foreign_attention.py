@@ -111,6 +111,13 @@ def test_sizes_that_do_not_vary_are_shown() -> None:
     assert f"its splitting ops ({_NAME} over (1, 4, 2, {WIDTH})) do not have one size that varies" in report
 
 
+def test_a_batch_is_no_query_of_ours() -> None:
+    query = torch.randn(1, 4, 2, 4)
+    lengths = torch.tensor([0, 4], dtype=torch.int32)
+    with pytest.raises(InputError, match=r"expected \(tokens, heads, head_dim\), got \(1, 4, 2, 4\); join"):
+        torch.ops.fxsplit.varlen_attention(query, query, query, lengths, 4, 1.0)
+
+
 # --- inputs with a row for a group of patches, as vLLM's Qwen2.5-VL has its order of tokens
 
 
