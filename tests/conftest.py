@@ -1,4 +1,10 @@
-"""Fixtures that several directories share: a tiny tower, batches for it, eager's answer, a clean compiler."""
+"""Fixtures that several directories share: a tiny tower, batches for it, eager's answer, a clean compiler.
+
+Faults that other encoder CUDA graphs had are each a test that would show it here. Its name holds the project
+and the number of its public issue or pull request: vllm is vllm-project/vllm, omni vllm-project/vllm-omni,
+ascend vllm-project/vllm-ascend, sglang sgl-project/sglang, sglang_omni sgl-project/sglang-omni, trtllm
+NVIDIA/TensorRT-LLM. `found` are faults that were found by reading those projects; no issue is known.
+"""
 
 from __future__ import annotations
 

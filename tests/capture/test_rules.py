@@ -517,7 +517,7 @@ class LazyLayers:
         return (x + 1,)
 
 
-def test_rule_8_every_layer_runs_before_the_capture(device_pool: Any) -> None:
+def test_rule_8_sglang_17871_sglang_19490_every_layer_runs_before_the_capture(device_pool: Any) -> None:
     pool, events = device_pool
     CapturedForward(request_of(LazyLayers(events).body()), "full", pool).record()
     depth = ["layer 0", "layer 1", "layer 2"]

@@ -6,7 +6,7 @@ from fxsplit_encoder.cli.main import app
 
 from ..models.conftest import save_checkpoint, tiny_tower
 
-__all__ = ["run", "save_checkpoint", "succeed", "tiny_tower"]
+__all__ = ["refuse", "run", "save_checkpoint", "succeed", "tiny_tower"]
 
 
 def run(*arguments: object) -> Result:
@@ -19,3 +19,11 @@ def succeed(*arguments: object) -> Result:
     result = run(*arguments)
     assert result.exit_code == 0, result.output
     return result
+
+
+def refuse(message: str, *arguments: object) -> None:
+    """A command has to fail with one line that holds this message."""
+    result = run(*arguments)
+    assert result.exit_code == 2, result.output
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("encoder-cg: error: ") and message in line

@@ -13,7 +13,7 @@ from torch import nn
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.cli.document import Document
-from fxsplit_encoder.cli.inspection import run_inspect, say_captures, say_kernels, say_towers
+from fxsplit_encoder.cli.inspection import run_inspect, say_captures, say_towers
 from fxsplit_encoder.models.checkpoint import Checkpoint
 from fxsplit_encoder.towers import DenseTowerSpec
 
@@ -106,12 +106,3 @@ def test_captures_are_shown_with_their_graphs_and_breaks(capsys: pytest.CaptureF
 def test_captures_that_come_later_are_announced(capsys: pytest.CaptureFixture[str]) -> None:
     say_captures(Family.wrap(Blocks(None).eval()), fx.EncoderConfig(mode="exact"), Document())
     assert "default: token counts are captured when they come" in " ".join(capsys.readouterr().out.split())
-
-
-def test_kernels_say_why_they_cannot_run(capsys: pytest.CaptureFixture[str]) -> None:
-    say_kernels(torch.device("cpu"), fx.EncoderConfig(), Document())
-    lines = capsys.readouterr().out.splitlines()
-    (flash,) = [line for line in lines if line.startswith("torch_flash ")]
-    assert "needs CUDA" in flash
-    (segment,) = [line for line in lines if line.startswith("per_segment")]
-    assert "works" in segment

@@ -26,7 +26,7 @@ from fxsplit_encoder.models.patches import IMAGE_FORMAT, VIDEO_FORMAT, BlockPatc
 from fxsplit_encoder.models.prepare import load_inputs
 from fxsplit_encoder.models.registry import ARCHITECTURES
 
-from .conftest import run, succeed
+from .conftest import refuse, run, succeed
 
 SaveCheckpoint = Callable[..., Path]
 
@@ -80,8 +80,7 @@ def test_demo(photographs: list[Path], config: Path, tmp_path: Path) -> None:
     assert "3 items in 2 batches: 3 hit" in out
     rows = {line.split()[0]: line.split() for line in out.splitlines() if line}
     assert rows["clip.webp"][1:7] == ["3x64x64", "32", "8", "8", "full", "hit"]
-    assert "3 of 3" in out
-    assert "Every output is within 1e-04 of eager's." in out
+    assert "3 of 3" in out and found["verdict"] in out
     assert max(map(len, out.splitlines()[:-1])) <= 100
     assert "capturing" in result.stderr and "2/2" in result.stderr
 
@@ -161,8 +160,7 @@ def test_build(save_checkpoint: SaveCheckpoint, tmp_path: Path) -> None:
     assert manager.reports == []
     disabled = tmp_path / "disabled.yaml"
     disabled.write_text("enabled: false\n", encoding="utf-8")
-    refused = run("build", "--model", model, "--config", disabled, "-o", file, "--device", "cpu")
-    assert (refused.exit_code, "enabled: false" in refused.stderr) == (2, True)
+    refuse("enabled: false", "build", "--model", model, "--config", disabled, "-o", file, "--device", "cpu")
 
 
 def test_inspect(config: Path, save_checkpoint: SaveCheckpoint) -> None:
@@ -191,7 +189,8 @@ def test_inspect_as_json(config: Path, save_checkpoint: SaveCheckpoint, tmp_path
     ]
     assert all(row["bytes"] > 0 for row in found["captures"])
     assert found["programs"] == {"default": {"split": "none, this path runs eagerly"}}
-    assert "works" in {row["state"] for row in found["attention_kernels"]}
+    states = {row["kernel"]: row["state"] for row in found["attention_kernels"]}
+    assert states["per_segment"] == "works" and "needs CUDA" in states["torch_flash"]
 
 
 def test_a_configuration_that_is_shipped_goes_by_its_name() -> None:
@@ -201,7 +200,6 @@ def test_a_configuration_that_is_shipped_goes_by_its_name() -> None:
 ERRORS = {
     "config": (["inspect", "--config", "absent.yaml"], "--config absent.yaml: no such file; expected"),
     "model": (["inspect", "--model", "absent"], "--model absent: no such directory or name; expected"),
-    "near model": (["demo", "--model", "qwen3-vl"], "did you mean qwen3-vl-8b? expected a checkpoint"),
     "shipped config": (["demo", "--config", "qwen3_vl"], "did you mean qwen3_vl_8b? expected one, or one of"),
     "blocks": (["demo", "--blocks", "28"], "blocks: expected 1 to 27; got 28"),
     "dtype": (["demo", "--dtype", "int8"], "'--dtype': 'int8' is not one of 'auto', 'float32'"),
@@ -209,26 +207,18 @@ ERRORS = {
     "command": (["dmo"], "No such command 'dmo'. Did you mean 'demo'?"),
     "missing option": (["encode", "x.png"], "Missing option '--model'"),
     "directory": (["demo", "-o", "."], "--output .: a directory; expected the file to write"),
-    "encode to a directory": (["encode", "x.png", "--model", ".", "-o", "."], "--output .: a directory"),
     "both": (["inspect", "--model", ".", "--blocks", "2"], "--blocks: only for a tower with random"),
     "device": (["inspect", "--device", "abacus"], "--device abacus: expected auto, cpu, cuda or cuda:N"),
     "number": (["inspect", "--device", "cuda:99"], "--device cuda:99: this machine has"),
     "image": (["demo", "--images", "absent.png"], "absent.png: no such file"),
-    "output": (
-        ["encode", "x.png", "--model", ".", "-o", "absent/x"],
-        "absent/x: no such directory: absent",
-    ),
+    "output": (["encode", "x.png", "--model", ".", "-o", "absent/x"], "absent/x: no such directory: absent"),
 }
 
 
 @pytest.mark.parametrize("name", ERRORS)
 def test_errors_are_a_line_and_exit_code_2(name: str) -> None:
     arguments, message = ERRORS[name]
-    result = run(*arguments)
-    assert result.exit_code == 2
-    assert message in result.stderr
-    assert result.stderr.startswith("encoder-cg: error: ")
-    assert len(result.stderr.splitlines()) == 1
+    refuse(message, *arguments)
 
 
 def test_every_wrong_setting_has_a_line(tmp_path: Path) -> None:
@@ -243,9 +233,8 @@ def test_every_wrong_setting_has_a_line(tmp_path: Path) -> None:
 
 def test_without_its_files_the_demo_says_which(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(document, "ROOTS", (tmp_path / "data", tmp_path))
-    result = run("demo", "--model", "clip-l-336", "--blocks", 1)
-    assert result.exit_code == 2
-    assert "examples/images: not found, though it comes with every wheel" in result.stderr
+    message = "examples/images: not found, though it comes with every wheel"
+    refuse(message, "demo", "--model", "clip-l-336", "--blocks", 1)
     (tmp_path / "data" / "examples" / "images").mkdir(parents=True)
     (tmp_path / "examples" / "images").mkdir(parents=True)
     assert shipped("examples/images") == tmp_path / "data" / "examples" / "images", "a wheel's own go first"
@@ -256,24 +245,17 @@ COMMANDS = ["demo", "encode", "serve", "inspect", "build", "bench", "tune", "rep
 
 @pytest.mark.parametrize("arguments", [[], *([name] for name in COMMANDS)])
 def test_help(arguments: list[str]) -> None:
-    for flag in ("--help", "-h"):
-        result = run(*arguments, flag)
+    for flags in (["--help"], ["-h"], *([[]] if not arguments else [])):
+        result = run(*arguments, *flags)
         assert result.exit_code == 0
         assert "Usage:" in result.stdout
 
 
 def test_a_service_of_no_model_or_of_wrong_settings_is_refused(tmp_path: Path) -> None:
-    result = run("serve", "/nowhere")
-    assert (result.exit_code, "/nowhere: no such directory" in result.stderr) == (2, True)
+    refuse("/nowhere: no such directory", "serve", "/nowhere")
     settings = tmp_path / "settings.yaml"
     settings.write_text("max_request: 3\n", encoding="utf-8")
-    result = run("serve", "/nowhere", "--settings", settings)
-    assert (result.exit_code, "did you mean max_requests?" in result.stderr) == (2, True)
-
-
-def test_without_arguments_the_help_is_shown() -> None:
-    result = run()
-    assert (result.exit_code, "Usage:" in result.stdout) == (0, True)
+    refuse("did you mean max_requests?", "serve", "/nowhere", "--settings", settings)
 
 
 @pytest.mark.parametrize(

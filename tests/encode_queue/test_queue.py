@@ -16,7 +16,10 @@ from unittest import mock
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
+from fxsplit_encoder.encode_queue.fair_queue import FIRST, FairQueue
 from fxsplit_encoder.encode_queue.queue import EncodeQueue
 from fxsplit_encoder.errors import (
     EncoderLostError,
@@ -71,14 +74,6 @@ def _raise(faults: dict[int, BaseException], items: Sequence[int]) -> None:
             raise faults[item]
 
 
-class Time:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 def queue_of(*workers: Worker, cost: float = 100.0, **settings: Any) -> EncodeQueue[int, int]:
     queue: EncodeQueue[int, int] = EncodeQueue(cost, **settings)
     for worker in workers:
@@ -86,11 +81,13 @@ def queue_of(*workers: Worker, cost: float = 100.0, **settings: Any) -> EncodeQu
     return queue
 
 
-def behind(queue: EncodeQueue[int, int], worker: Worker) -> Future[int]:
-    """A first item whose batch keeps the worker busy until its gate opens."""
-    future = queue.submit(0)
+def busy(**settings: Any) -> tuple[EncodeQueue[int, int], Worker, Future[int]]:
+    """A queue whose worker is kept busy by a first item until its gate opens."""
+    worker = Worker(is_open=False)
+    queue = queue_of(worker, **settings)
+    first = queue.submit(0)
     worker.wait_for_batch()
-    return future
+    return queue, worker, first
 
 
 def results(futures: Sequence[Future[int]]) -> list[Any]:
@@ -98,9 +95,7 @@ def results(futures: Sequence[Future[int]]) -> list[Any]:
 
 
 def test_what_waits_is_encoded_together_as_far_as_costs_allow() -> None:
-    worker = Worker(is_open=False)
-    queue = queue_of(worker, cost=5.0)
-    first = behind(queue, worker)
+    queue, worker, first = busy(cost=5.0)
     futures = [queue.submit(n, cost) for n, cost in enumerate([2, 2, 2, 9, 1, 1, 1, 1], start=1)]
     worker.gate.set()
     assert results([first, *futures]) == [0, 2, 4, 6, 8, 10, 12, 14, 16]
@@ -111,10 +106,9 @@ def test_what_waits_is_encoded_together_as_far_as_costs_allow() -> None:
 
 
 def test_a_batch_may_be_submitted_whole_and_goes_before_what_waits() -> None:
-    worker = Worker(is_open=False)
+    queue, worker, first = busy()
     worker.faults = {4: InputError("4")}
-    queue = queue_of(worker)
-    first, waiting, futures = behind(queue, worker), queue.submit(1), queue.submit_batch([2, 3, 4])
+    waiting, futures = queue.submit(1), queue.submit_batch([2, 3, 4])
     assert not futures[0].cancel()
     worker.gate.set()
     assert [str(each) for each in results([first, waiting, *futures])] == ["0", "2", "4", "6", "4"]
@@ -123,20 +117,15 @@ def test_a_batch_may_be_submitted_whole_and_goes_before_what_waits() -> None:
     queue.close()
     with pytest.raises(QueueClosedError):
         queue.submit_batch([5])
-
-
-def test_a_whole_batch_that_no_worker_came_for_fails_at_the_end() -> None:
     queue = queue_of()
-    (future,) = queue.submit_batch([1])
+    (future,) = queue.submit_batch([1])  # for which no worker comes
     queue.close()
     assert isinstance(future.exception(PATIENCE_S), QueueClosedError)
     assert (queue.stats().cancelled, queue.stats().waiting) == (1, 0)
 
 
 def test_tenants_are_served_in_turn() -> None:
-    worker = Worker(is_open=False)
-    queue = queue_of(worker, cost=1.0)
-    behind(queue, worker)
+    queue, worker, _ = busy(cost=1.0)
     for number in (1, 2, 3):
         queue.submit(number, tenant="a")
     queue.submit(4, tenant="b")
@@ -170,9 +159,7 @@ def test_a_batch_is_launched_while_another_is_waited_for() -> None:
 
 @pytest.mark.parametrize("faults", ["faults", "late_faults"])
 def test_a_batch_that_fails_is_halved_until_the_guilty_is_alone(faults: str) -> None:
-    worker = Worker(is_open=False)
-    queue = queue_of(worker)
-    behind(queue, worker)
+    queue, worker, _ = busy()
     futures = [queue.submit(n) for n in range(1, 9)]
     error = RuntimeError("bad")
     getattr(worker, faults)[3] = error
@@ -197,9 +184,7 @@ def test_an_item_may_have_an_error_of_its_own_and_results_have_to_be_as_many() -
 
 
 def test_an_item_can_be_cancelled_until_it_is_taken() -> None:
-    worker = Worker(is_open=False)
-    queue = queue_of(worker, max_items=2)
-    first = behind(queue, worker)
+    queue, worker, first = busy(max_items=2)
     second, third = queue.submit(1), queue.submit(2)
     assert (first.cancel(), second.cancel()) == (False, True)
     queue.submit(3)  # there is room again
@@ -232,14 +217,13 @@ def test_a_queue_is_bounded_and_no_tenant_fills_it_for_others() -> None:
 
 @pytest.mark.parametrize("is_taken_late", [False, True])
 def test_what_is_not_taken_in_time_expires(is_taken_late: bool) -> None:
-    time, worker = Time(), Worker(is_open=False)
-    queue = queue_of(worker, clock=time, hang_timeout_s=None)
-    first = behind(queue, worker)
+    now = [0.0]
+    queue, worker, first = busy(clock=lambda: now[0], hang_timeout_s=None)
     late, patient = queue.submit(1, timeout_s=1.0), queue.submit(2)
-    time.now = 2.0
+    now[0] = 2.0
     if not is_taken_late:
         queue.submit(3, timeout_s=0.5)  # which has the clock look at once
-        time.now = 3.0
+        now[0] = 3.0
         queue.submit(4, timeout_s=0.25)
     worker.gate.set()
     with pytest.raises(QueueTimeoutError, match="no worker has taken it within its timeout"):
@@ -265,11 +249,10 @@ class Killed(BaseException):
 @pytest.mark.parametrize("fault", [Killed(), EncoderLostError("gone"), torch.AcceleratorError("broken")])
 @pytest.mark.parametrize("faults", ["faults", "late_faults"])
 def test_the_items_of_a_lost_worker_go_to_another_alone(fault: BaseException, faults: str) -> None:
-    dying, healthy = Worker(is_open=False), Worker()
-    queue = queue_of(dying)
+    queue, dying, first = busy()
     getattr(dying, faults)[0] = fault
-    futures = [behind(queue, dying), *(queue.submit(n) for n in (1, 2))]
-    queue.add_worker(healthy.launch)
+    futures = [first, *(queue.submit(n) for n in (1, 2))]
+    queue.add_worker(Worker().launch)
     dying.gate.set()
     assert results(futures) == [0, 2, 4]
     assert queue.is_alive and queue.stats().lost_workers == 1
@@ -341,9 +324,8 @@ def test_a_worker_that_does_not_start_tells_its_caller_and_fails_what_waits() ->
 
 
 def test_a_worker_that_hangs_is_given_up_and_its_results_do_not_count() -> None:
-    hanging, healthy = Worker(is_open=False), Worker()
-    queue = queue_of(hanging, hang_timeout_s=0.05)
-    future = behind(queue, hanging)
+    queue, hanging, future = busy(hang_timeout_s=0.05)
+    healthy = Worker()
     queue.add_worker(healthy.launch)
     assert future.result(PATIENCE_S) == 0
     assert healthy.batches == [[0]]
@@ -359,7 +341,8 @@ def test_closing_encodes_or_cancels_what_waits(drain: bool) -> None:
     worker, closed = Worker(is_open=False), []
     queue: EncodeQueue[int, int] = EncodeQueue(1.0)
     queue.add_worker(worker.launch, close=lambda: closed.append(threading.current_thread().name))
-    first = behind(queue, worker)
+    first = queue.submit(0)
+    worker.wait_for_batch()
     second = queue.submit(1)
     threading.Timer(0.05, worker.gate.set).start()
     queue.close(drain=drain)
@@ -449,3 +432,80 @@ def test_the_interpreter_may_end_while_items_are_encoded() -> None:
     assert (done.returncode, done.stderr) == (0, "")
     lines = done.stdout.split()
     assert lines[-1] == "closed" and 1 <= lines.count("landed") <= 3
+
+
+# --- what is served next, among priorities, tenants and flows
+
+
+def served(queue: FairQueue[str]) -> list[str]:
+    order = []
+    while (first := queue.first()) is not None:
+        assert len(list(queue)) == len(queue)
+        queue.take(first)
+        order.append(first)
+    return order
+
+
+def test_what_was_served_in_vain_comes_first_and_costs_nothing_again() -> None:
+    queue: FairQueue[str] = FairQueue()
+    queue.push("a", flow="a", cost=5.0)
+    queue.push("again", flow="b", cost=50.0, priority=FIRST)
+    assert next(iter(queue)) == "again"
+    queue.take("again")
+    queue.push("c", flow="b", cost=1.0)
+    assert served(queue) == ["c", "a"]
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.floats(0.01, 100.0), st.sampled_from("ptr")), max_size=60))
+def test_it_holds_what_was_pushed_and_not_taken(moves: list[tuple[int, float, str]]) -> None:
+    queue: FairQueue[int] = FairQueue()
+    held: dict[int, float] = {}
+    for number, (flow, cost, move) in enumerate(moves):
+        if move == "p" or not held:
+            queue.push(number, flow, cost)
+            held[number] = cost
+        else:
+            thing = next(iter(queue))
+            (queue.take if move == "t" else queue.discard)(thing)
+            queue.discard(thing)
+            del held[thing]
+        assert set(queue) == held.keys() and len(queue) == len(held)
+        assert queue.cost == (pytest.approx(sum(held.values())) if held else 0.0)
+
+
+@given(st.lists(st.floats(0.5, 8.0), min_size=2, max_size=40))
+def test_flows_that_always_wait_are_served_alike(costs: list[float]) -> None:
+    queue: FairQueue[tuple[str, int]] = FairQueue()
+    for number, cost in enumerate(costs):
+        for flow in ("x", "y"):
+            queue.push((flow, number), flow, cost if flow == "x" else 1.0)
+    work = {"x": 0.0, "y": 0.0}
+    longest = max(max(costs), 1.0)
+    while len({flow for flow, _ in queue}) == 2:
+        thing = next(iter(queue))
+        queue.take(thing)
+        work[thing[0]] += costs[thing[1]] if thing[0] == "x" else 1.0
+        assert abs(work["x"] - work["y"]) <= 2 * longest
+
+
+def test_a_queue_serves_tenants_alike_whatever_their_number_of_flows() -> None:
+    queue: FairQueue[str] = FairQueue()
+    for number in range(6):
+        queue.push(f"m{number}", flow=number, cost=1.0, tenant="many")
+    queue.push("f0", 0, 2.0, "few")
+    queue.push("f1", 0, 1.0, "few")
+    queue.push("again", 7, 9.0, "few", priority=FIRST)
+    order = served(queue)
+    assert order[0] == "again"
+    assert [name for name in order if name[0] == "m"] == [f"m{number}" for number in range(6)]
+    assert order.index("f0") <= 2 and order.index("f1") <= 5
+
+
+def test_priorities_go_before_tenants_and_a_flow_is_in_order() -> None:
+    queue: FairQueue[str] = FairQueue()
+    for name in ("a1", "a2", "a3"):
+        queue.push(name, None, 1.0, "a")
+    queue.push("b1", None, 1.0, "b")
+    queue.push("a4", None, 0.0, "a", priority=1)
+    queue.push("b2", None, 0.0, "b", priority=-1)
+    assert served(queue) == ["a4", "a1", "b1", "a2", "a3", "b2"]

@@ -104,7 +104,6 @@ def _faults(rank: int, num_ranks: int, job: dict[str, Any]) -> dict[str, Any]:
     attempt("malformed on one", malformed if rank == FAILING_RANK else good)
     attempt("no sizes on one", {"image_grid_thw": [[1, 3, 3]]} if rank == FAILING_RANK else good)
     attempt("other items on one", job["other"] if rank == FAILING_RANK else good)
-    attempt("no items on one", job["none"] if rank == FAILING_RANK else good)
     results["stats"] = manager.stats()
     return results
 
@@ -132,13 +131,12 @@ def _fake_towers(rank: int, num_ranks: int, job: dict[str, Any]) -> dict[str, An
         return lambda size: torch.full((size[1] + extra, 3), size[0], dtype=dtype)
 
     sizes = [(4 * n, n) for n in ROWS]
-    for extra in (-1, 0, 2):
+    for extra in (-1, 2):
         attempt(f"{extra} rows more", sizes, real(extra))
     attempt("more rows on one", sizes, real(rank == FAILING_RANK))
     attempt("only item of other rows", [(7, 2)], real(3))
     attempt("no rows", [(4, 0), (4, 0), (4, 0)], real(0))
-    for dtype in (torch.bfloat16, torch.float64):
-        attempt(f"{dtype}", sizes, real(1, dtype))
+    attempt("bfloat16", sizes, real(1, torch.bfloat16))
     attempt("int32", sizes, real(0, torch.int32))
     attempt("other dtype on one", sizes, real(0, torch.float64 if rank == FAILING_RANK else torch.float32))
     attempt("three dimensions", sizes, lambda size: torch.zeros(size[1], 3, 1))

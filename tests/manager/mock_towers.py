@@ -73,36 +73,20 @@ class EncoderProtocol:
         return values
 
     def prepare_encoder_cudagraph_capture_inputs(
-        self,
-        token_budget: int,
-        max_batch_size: int,
-        max_frames_per_batch: int,
-        device: torch.device,
-        dtype: torch.dtype,
-        path: str = "default",
-        axis_keys: Any = None,
+        self, token_budget: int, *args: Any, **of_path: Any
     ) -> Values:
         return Values(self.made(self.capture_values(token_budget), token_budget))
 
     def prepare_encoder_cudagraph_replay_buffers(
-        self, mm_kwargs: dict[str, Any], max_batch_size: int, max_frames_per_batch: int, path: str = "default"
+        self, mm_kwargs: Any, *limits: int, **of_path: Any
     ) -> Values:
         return Values(self.made(self.batch_values(mm_kwargs)))
 
     def postprocess_encoder_output(
-        self,
-        outputs: dict[str, Tensor],
-        indices: list[int],
-        per_item_out_tokens: list[int],
-        dest: Any,
-        clone: bool = False,
-        batch_mm_kwargs: Any = None,
+        self, outputs: dict[str, Tensor], indices: list[int], tokens: Any, dest: Any, **of_batch: Any
     ) -> None:
-        start = 0
-        for index in indices:
-            rows = outputs["default"][start : start + per_item_out_tokens[index]]
-            dest[index] = rows.clone() if clone else rows
-            start += per_item_out_tokens[index]
+        lengths = [tokens[index] for index in indices]
+        dest.update(zip(indices, outputs["default"][: sum(lengths)].split(lengths), strict=True))
 
 
 def ones_behind(captured: Tensor, value: Tensor) -> None:
@@ -188,60 +172,6 @@ class UntraceableModel(PackedModel):
         return super().encoder_cudagraph_forward(inputs, path)
 
 
-class CountsFrames(PackedModel):
-    """Encodes videos, whose frames only `prepare_encoder_cudagraph_replay_buffers` looks at: there is
-    neither `item_frames` nor `item_segments`.
-    """
-
-    def get_encoder_cudagraph_config(self) -> Config:
-        config = super().get_encoder_cudagraph_config()
-        config.modalities = ["image", "video"]
-        config.buffer_keys.append("ends")
-        return config
-
-    def get_input_modality(self, mm_kwargs: dict[str, Any]) -> str:
-        return "video"
-
-    def select_encoder_cudagraph_items(self, mm_kwargs: dict[str, Any], indices: list[int]) -> dict[str, Any]:
-        selected = super().select_encoder_cudagraph_items(mm_kwargs, indices)
-        return selected | {"frames": [mm_kwargs["frames"][i] for i in indices]}
-
-    def prepare_encoder_cudagraph_capture_inputs(
-        self, token_budget: int, max_batch_size: int, max_frames_per_batch: int, *args: Any, **kwargs: Any
-    ) -> Values:
-        made = super().prepare_encoder_cudagraph_capture_inputs(
-            token_budget, max_batch_size, max_frames_per_batch, *args, **kwargs
-        )
-        return Values(made.values | {"ends": torch.zeros(max_frames_per_batch + 1)})
-
-    def prepare_encoder_cudagraph_replay_buffers(
-        self, mm_kwargs: dict[str, Any], max_batch_size: int, max_frames_per_batch: int, path: str = "default"
-    ) -> Values:
-        made = super().prepare_encoder_cudagraph_replay_buffers(
-            mm_kwargs, max_batch_size, max_frames_per_batch, path
-        )
-        ends = torch.zeros(max_frames_per_batch + 1)
-        frames = torch.arange(sum(mm_kwargs["frames"]) + 1.0)
-        ends[: len(frames)].copy_(frames)
-        return Values(made.values | {"ends": ends})
-
-    def encoder_eager_forward(self, mm_kwargs: dict[str, Any], path: str = "default") -> Tensor:
-        return self.encoder_cudagraph_forward(
-            self.prepare_encoder_cudagraph_replay_buffers(mm_kwargs, 0, sum(mm_kwargs["frames"])).values
-        )
-
-
-class CompiledCountsFrames(CountsFrames, SplitModel):
-    """The same, compiled and split."""
-
-
-class ReadsScheduler(PackedModel):
-    """Its range follows from the configuration of vLLM's scheduler."""
-
-    def get_encoder_cudagraph_budget_range(self, vllm_config: Any) -> tuple[int, int]:
-        return 4, vllm_config.scheduler_config.max_num_batched_tokens
-
-
 def batch(*lengths: int) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(sum(lengths))
     return {"patches": torch.randn(sum(lengths), WIDTH, generator=generator), "lengths": list(lengths)}
@@ -290,6 +220,7 @@ class PathsModel(EncoderProtocol, nn.Module):
         )
 
     def path_lengths(self, mm_kwargs: dict[str, Any], path: str) -> list[int]:
+        assert "encoder_cudagraph_axis_keys" not in mm_kwargs, "they are taken out before"
         return [len(rows) for rows in mm_kwargs[path]]
 
     def get_encoder_cudagraph_item_specs(self, mm_kwargs: dict[str, Any]) -> list[Any]:
@@ -298,6 +229,7 @@ class PathsModel(EncoderProtocol, nn.Module):
         return [ItemSpec(sum(counts.values()), sum(counts.values()), counts) for counts in items]
 
     def select_encoder_cudagraph_items(self, mm_kwargs: dict[str, Any], indices: list[int]) -> dict[str, Any]:
+        assert indices, "this tower cannot select nothing"
         names = [*self.path_configs, *(["keys"] if self.axes else [])]
         selected = {name: [mm_kwargs[name][index] for index in indices] for name in names}
         if self.axes:
@@ -306,21 +238,14 @@ class PathsModel(EncoderProtocol, nn.Module):
         return selected
 
     def prepare_encoder_cudagraph_capture_inputs(
-        self,
-        token_budget: int,
-        max_batch_size: int,
-        max_frames_per_batch: int,
-        device: torch.device,
-        dtype: torch.dtype,
-        path: str = "default",
-        axis_keys: Any = None,
+        self, token_budget: int, *args: Any, path: str = "default", axis_keys: Any = None
     ) -> Values:
         self.prepared.append((path, token_budget, axis_keys))
         columns, copies = (*(axis_keys or (WIDTH,)), 1)[:2]
         values = {
-            "patches": torch.randn(token_budget, columns, device=device, dtype=dtype),
-            "item": torch.ones(token_budget, device=device, dtype=torch.int64),
-            "copies": torch.ones(copies, device=device, dtype=dtype),
+            "patches": torch.randn(token_budget, columns),
+            "item": torch.ones(token_budget, dtype=torch.int64),
+            "copies": torch.ones(copies),
         }
         return Values(self.made(values, token_budget))
 
@@ -351,21 +276,11 @@ class PathsModel(EncoderProtocol, nn.Module):
         return self.encode(self.prepare_encoder_cudagraph_replay_buffers(mm_kwargs, 0, 0, path).values, path)
 
     def postprocess_encoder_output(
-        self,
-        outputs: dict[str, Tensor],
-        indices: list[int],
-        per_item_out_tokens: list[int],
-        dest: Any,
-        clone: bool = False,
-        batch_mm_kwargs: Any = None,
+        self, outputs: dict[str, Tensor], indices: list[int], tokens: Any, dest: Any, **of_batch: Any
     ) -> None:
-        starts = dict.fromkeys(outputs, 0)
-        for position, index in enumerate(indices):
-            parts = []
-            for path, output in outputs.items():
-                count = len(batch_mm_kwargs[path][position])
-                parts.append(output[starts[path] : starts[path] + count])
-                starts[path] += count
+        lengths = {path: self.path_lengths(of_batch["batch_mm_kwargs"], path) for path in outputs}
+        rows = [outputs[path][: sum(counts)].split(counts) for path, counts in lengths.items()]
+        for index, parts in zip(indices, zip(*rows, strict=True), strict=True):
             present = [part for part in parts if len(part)]
             # As vLLM's models do: what lies on one path alone is a view of its output.
             dest[index] = present[0] if len(present) == 1 else torch.cat(parts)
@@ -427,6 +342,7 @@ def eagerly(model: PathsModel, mm_kwargs: dict[str, Any]) -> list[Tensor]:
     expected = []
     for index in range(len(mm_kwargs[next(iter(model.path_configs))])):
         single = model.select_encoder_cudagraph_items(mm_kwargs, [index])
+        single.pop("encoder_cudagraph_axis_keys", None)
         values = {
             path: model.prepare_encoder_cudagraph_replay_buffers(single, 0, 0, path).values
             for path in model.path_configs
@@ -442,7 +358,9 @@ def assert_equal_items(output: Sequence[Tensor], expected: Sequence[Tensor]) -> 
 
 
 def assert_serves(manager: Any, request: dict[str, Any]) -> None:
-    """Every item of a request is what the tower's own forward makes of it."""
+    """Every item of a request is what the tower's own forward makes of it, in memory of its own."""
     tower = manager.tower
     expected = eagerly(tower, request) if isinstance(tower, PathsModel) else alone(tower, request)
-    assert_equal_items(manager.execute(request), expected)
+    output = manager.execute(request)
+    assert_equal_items(output, expected)
+    assert all(item.untyped_storage().nbytes() == item.nbytes for item in output)

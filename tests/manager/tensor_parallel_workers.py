@@ -48,14 +48,14 @@ def _rank(rank: int, num_ranks: int, backend: str, folder: Path) -> None:
     plain = job.get("plain", ())
     expected = [alone(ParallelPacked(), batch(*lengths)) for lengths in BATCHES]  # by the whole layer, as yet
     device = join(rank, num_ranks, backend, folder)
-    results = _encode(rank, num_ranks, device, job)
+    results = _encode(num_ranks, device, job)
     results |= {name: _plain_report(PLAIN_RUNS[name](rank), expected) for name in plain}
     torch.save(results, result_of(folder, rank))
     dist.barrier()
     os._exit(0)
 
 
-def _encode(rank: int, num_ranks: int, device: torch.device, job: dict[str, Any]) -> dict[str, Any]:
+def _encode(num_ranks: int, device: torch.device, job: dict[str, Any]) -> dict[str, Any]:
     tower = job["tower"].to(device)
     whole = wrapped(copy.deepcopy(tower))
     shard(tower, device.type, num_ranks)
@@ -66,8 +66,6 @@ def _encode(rank: int, num_ranks: int, device: torch.device, job: dict[str, Any]
         path = manager.paths["default"]
         if program is not None:  # traced once, for all runs
             path.forward.bind(program)
-        if rank == run.get("refusing_rank"):
-            _refuse(path, run["refused_tokens"])
         manager.capture()
         program = path.program
         results[name] = _report(manager, whole, job["batches"])
@@ -89,22 +87,8 @@ def _report(manager: fx.EncoderCudaGraphManager, whole: Any, batches: list[dict[
         "hits": manager.stats().hits,
         "misses": dict(manager.stats().misses),
         "sizes": path.unpadded.sizes if path.recurring_counts else sorted(path.captured),
-        "refused": path.unpadded.refused if path.recurring_counts else {},
         "reports": manager.reports,
     }
-
-
-def _refuse(path: Any, tokens: int) -> None:
-    """Makes the capture of one size fail, as it does where memory runs out on this rank alone."""
-    assert path.recurring_counts is not None
-    request = path.unpadded.request
-
-    def refusing(size: int, inputs: Any) -> Any:
-        if size == tokens:
-            raise CaptureError(REFUSED)
-        return request(size, inputs)
-
-    path.unpadded.request = refusing
 
 
 # --- plain modules that call collectives, as an engine's own layers do

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import warnings
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -79,48 +77,24 @@ class Served:
         return got
 
 
-KINDS: list[dict[str, Any]] = [
-    {"use_dora": True},
-    {"use_rslora": True},
-    {"lora_bias": True},
-    {"lora_dropout": 0.5},
-]
+KINDS = {"use_dora": True, "use_rslora": True, "lora_bias": True, "lora_dropout": 0.5}
 
 
 @pytest.mark.parametrize(
-    ("config", "kind"),
-    [*((UNCOMPILED, kind) for kind in KINDS), (COMPILED, KINDS[0])],
-    ids=str,
+    ("config", "kind"), [*((UNCOMPILED, kind) for kind in KINDS), (COMPILED, "use_dora")]
 )
-def test_kinds_of_lora(config: fx.EncoderConfig, kind: dict[str, Any]) -> None:
+def test_kinds_of_lora(config: fx.EncoderConfig, kind: str) -> None:
     tower = tower_with("default", kind=SplitModel if config.compile else PackedModel)
-    add(tower, "other", 3, **kind)
+    add(tower, "other", 3, **{kind: KINDS[kind]})
     served = Served(tower, config)
     for name in ("other", "default", "other"):
         served.layer.set_adapter(name)
         served.encode()
     served.layer.lora_B["other"].weight.data.mul_(3)
-    if "use_dora" in kind:
+    if kind == "use_dora":
         served.layer.lora_magnitude_vector["other"].weight.data.mul_(2)
     served.encode()
     assert served.captures == 2
-
-
-def test_dropout_of_an_adapter_in_training_mode_is_not_captured() -> None:
-    tower = tower_with("default")
-    add(tower, "other", lora_dropout=0.5)
-    served = Served(tower)
-    served.layer.set_adapter("other")
-    served.encode()
-    served.layer.lora_dropout.train()
-    with torch.no_grad():
-        served.manager.execute(INPUTS)
-    assert served.manager.stats().misses == {MissReason.TRAINING: len(INPUTS["lengths"])}
-    with pytest.raises(fx.InputError, match="in training mode"):
-        served.manager.capture()
-    served.layer.set_adapter("default")
-    served.manager.execute(INPUTS)
-    assert served.manager.stats().misses == {MissReason.TRAINING: len(INPUTS["lengths"])}
 
 
 @torch.inference_mode()
@@ -136,21 +110,6 @@ def test_adapters_that_were_loaded_in_inference_mode() -> None:
     assert served.captures == 2
 
 
-def test_what_is_kept_of_a_deleted_adapter_is_released() -> None:
-    served = Served(tower_with("default", "other"))
-    served.layer.set_adapter("other")
-    served.encode()
-    served.layer.set_adapter("default")
-    served.encode()
-    weights = weakref.ref(served.layer.lora_A["other"].weight)
-    one = served.manager.num_bytes // 2
-    served.layer.delete_adapter("other")
-    served.encode()
-    assert served.manager.num_bytes == one
-    gc.collect()
-    assert weights() is None
-
-
 def test_the_least_recently_used_state_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(states, "_MOST_STATES", 2)
     names = ["default", "b", "c", "d"]
@@ -160,17 +119,6 @@ def test_the_least_recently_used_state_is_given_up(monkeypatch: pytest.MonkeyPat
         served.layer.set_adapter(name)
         served.encode()
         assert served.captures == captures, name
-
-
-def test_captures_of_all_states_share_the_limit() -> None:
-    tower = tower_with("default", "other", "third")
-    num_bytes = Served(tower).manager.num_bytes
-    served = Served(tower, UNCOMPILED.replace(max_graph_bytes=2 * num_bytes))
-    for name, captures in (("other", 2), ("default", 2), ("third", 3), ("default", 3), ("other", 4)):
-        served.layer.set_adapter(name)
-        served.encode()
-        assert (served.captures, len(served.manager.paths["default"].captured)) == (captures, 3), name
-        assert served.manager.num_bytes <= 2 * num_bytes
 
 
 @torch.no_grad()
@@ -193,21 +141,17 @@ def test_a_capture_among_requests_is_of_the_state_that_serves() -> None:
             served.encode(inputs)
 
 
+@torch.no_grad()
 def test_weights_that_moved_with_the_state_are_captured_in_that_state() -> None:
     served = Served(tower_with("default"))
-    served.encode()
-    for _ in range(2):
-        served.layer.merge(safe_merge=True)  # to other memory
-        with torch.no_grad():
-            expected = alone(served.tower, INPUTS)
+    for change in (lambda: served.layer.merge(safe_merge=True), served.layer.unmerge) * 2:  # to other memory
+        change()
         try:
             got = served.manager.execute(INPUTS)
         except fx.TowerChangedError:
             served.manager.capture()
             got = served.manager.execute(INPUTS)
-        torch.testing.assert_close(got[0], expected[0])
-        served.layer.unmerge()
-        torch.testing.assert_close(served.manager.execute(INPUTS)[0], alone(served.tower, INPUTS)[0])
+        torch.testing.assert_close(got, alone(served.tower, INPUTS))
 
 
 def test_a_tower_whose_forward_would_unmerge_is_not_captured() -> None:

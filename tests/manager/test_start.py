@@ -2,24 +2,43 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import logging
+import math
+import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+import zlib
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.capture.ladder import KnownBudget, MeasuredCosts
 from fxsplit_encoder.compile import saved
+from fxsplit_encoder.errors import InputError, StartFileError
+from fxsplit_encoder.kernels import store
+from fxsplit_encoder.kernels.attention.chooser import MEASUREMENTS
 from fxsplit_encoder.manager import path as path_module
-from fxsplit_encoder.manager.start import expect_costs, keep_costs, read_parts, tower_key, write_parts
+from fxsplit_encoder.manager.start import (
+    KnownTower,
+    environment_key,
+    expect_costs,
+    keep_costs,
+    read_parts,
+    tower_from_json,
+    tower_key,
+    write_parts,
+)
 from fxsplit_encoder.runtime.measure import KnownCosts, MeasuredForward
 
 from .managers import generation_of
@@ -116,51 +135,38 @@ def test_the_setting_names_a_file(start: Path, caplog: pytest.LogCaptureFixture)
     assert sum("is not used" in record.getMessage() for record in caplog.records) == 1
 
 
-def change_environment(**values: Any) -> Callable[[dict[str, bytes]], None]:
-    def change(parts: dict[str, bytes]) -> None:
-        environment = json.loads(parts["environment.json"])
-        parts["environment.json"] = json.dumps({**environment, **values}).encode()
-
-    return change
-
-
-def without(name: str) -> Callable[[dict[str, bytes]], None]:
-    return lambda parts: parts.__delitem__(name)
-
-
-def with_part(name: str, content: bytes) -> Callable[[dict[str, bytes]], None]:
-    return lambda parts: parts.__setitem__(name, content)
-
-
-def without_paths(parts: dict[str, bytes]) -> None:
-    parts["tower.json"] = json.dumps({**json.loads(parts["tower.json"]), "paths": {}}).encode()
-
-
 @pytest.mark.parametrize(
-    ("change", "expected"),
+    ("part", "content", "expected"),
     [
-        (change_environment(torch="2.11.0"), f'torch: expected "{torch.__version__}"; got "2.11.0"'),
-        (change_environment(fxsplit_encoder="9"), f'fxsplit_encoder: expected "{fx.__version__}"; got "9"'),
-        (without("tower.json"), "tower.json: expected in every saved start; got none"),
-        (without_paths, "path default: expected what was measured of it; got nothing"),
-        (with_part("tower.json", b"[]"), "tower.json: expected what a start holds there; got "),
-        (with_part("environment.json", b"[1]"), "environment.json: expected what a start holds there; got "),
+        ("environment.json", {"torch": "2.11.0"}, f'torch: expected "{torch.__version__}"; got "2.11.0"'),
         (
-            with_part("measured/attention.json", b"[{}]"),
-            "measured/attention.json: expected what a start holds there; got KeyError",
+            "environment.json",
+            {"fxsplit_encoder": "9"},
+            f'fxsplit_encoder: expected "{fx.__version__}"; got "9"',
         ),
-        (with_part("torch.bin", b"torn"), "torch.bin: expected graphs that torch compiled; got 4 bytes"),
-        (with_part("kernels/../../x", b""), "kernels: expected compiled kernels; got ../../x"),
+        ("tower.json", None, "tower.json: expected in every saved start; got none"),
+        ("tower.json", {"paths": {}}, "path default: expected what was measured of it; got nothing"),
+        ("tower.json", b"[]", "tower.json: expected what a start holds there; got "),
+        ("environment.json", b"[1]", "environment.json: expected what a start holds there; got "),
+        (
+            "measured/attention.json",
+            b"[{}]",
+            "measured/attention.json: expected what a start holds there; got KeyEr",
+        ),
+        ("torch.bin", b"torn", "torch.bin: expected graphs that torch compiled; got 4 bytes"),
+        ("kernels/../../x", b"", "kernels: expected compiled kernels; got ../../x"),
     ],
 )
 def test_a_file_for_something_else_is_refused_by_name_and_ignored(
-    change: Callable[[dict[str, bytes]], None],
-    expected: str,
-    start: Path,
-    caplog: pytest.LogCaptureFixture,
+    part: str, content: Any, expected: str, start: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     parts = read_parts(start)
-    change(parts)
+    if content is None:
+        del parts[part]
+    elif isinstance(content, bytes):
+        parts[part] = content
+    else:
+        parts[part] = json.dumps({**json.loads(parts[part]), **content}).encode()
     write_parts(start, parts)
     manager = fx.EncoderCudaGraphManager(SplitModel(), EAGER)
     # torch itself warns of bytes that it cannot read
@@ -223,20 +229,16 @@ def test_a_program_that_gives_other_results_is_traced(
 
 
 def test_costs_that_are_known_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*args: object) -> None:
-        raise AssertionError("measured")
-
-    monkeypatch.setattr(path_module, "measure_forward", fail)
+    monkeypatch.setattr(path_module, "measure_forward", mock.Mock(side_effect=AssertionError("measured")))
     manager = fx.EncoderCudaGraphManager(SplitModel(), EAGER)
     path = manager.paths["default"]
     monkeypatch.setattr(manager.pool, "is_cuda", True)
     with pytest.raises(AssertionError, match="measured"):
         path.measure()
-    forward = MeasuredForward(((4, 1.0), (16, 2.0)), 0.5)
-    path.expect(KnownCosts(forward, {4: KnownBudget(MeasuredCosts({"full": 1.0}, 2.0), "full")}, 3.0))
+    path.expect(KNOWN_COSTS)
     path.measure()
-    assert path.measured is forward
-    assert path.ladder.capture_ms == 3.0
+    assert path.measured is KNOWN_COSTS.forward
+    assert path.ladder.capture_ms == KNOWN_COSTS.capture_ms
 
 
 def test_costs_stay_on_the_machine_for_the_same_tower_and_settings(
@@ -246,15 +248,162 @@ def test_costs_stay_on_the_machine_for_the_same_tower_and_settings(
     first, second, for_others, third = (
         generation_of(fx.EncoderCudaGraphManager(SplitModel(), config)) for config in configs
     )
-    forward = MeasuredForward(((4, 1.0), (16, 2.0)), 0.5)
-    known = KnownCosts(forward, {4: KnownBudget(MeasuredCosts({"full": 1.0}, 2.0), "full")}, 3.0)
-    monkeypatch.setattr(first.paths["default"], "known", lambda: known)
+    monkeypatch.setattr(first.paths["default"], "known", lambda: KNOWN_COSTS)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert not expect_costs(second, ())
     keep_costs(first, ())
     assert expect_costs(second, ()) and not expect_costs(for_others, ())
-    assert second.paths["default"].expected == known
+    assert second.paths["default"].expected == KNOWN_COSTS
     (file,) = tmp_path.rglob("*.json")
     file.write_bytes(file.read_bytes()[:-1])
     assert not expect_costs(third, ())
     assert third.paths["default"].expected is None
+
+
+# --- what a saved start is made of: named parts, measurements as JSON, and the environment's key
+
+
+PARTS = {"tower.json": b"[]", "kernels/triton/a/b.cubin": bytes(range(256)) * 40}
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> Path:
+    path = tmp_path / "a.start"
+    assert write_parts(path, PARTS) == path.stat().st_size
+    return path
+
+
+@settings(max_examples=80)
+@given(data=st.data(), is_cut=st.booleans())
+def test_a_changed_byte_anywhere_or_a_missing_end_is_noticed(
+    data: st.DataObject, is_cut: bool, written: Path
+) -> None:
+    content = bytearray(written.read_bytes())
+    position = data.draw(st.integers(0, len(content) - 1))
+    if is_cut:
+        del content[position:]
+    else:
+        content[position] ^= data.draw(st.integers(1, 255))
+    damaged = written.with_suffix(".damaged")
+    damaged.write_bytes(content)
+    with pytest.raises(StartFileError, match=r"^file: expected one that save_start wrote, undamaged; got "):
+        read_parts(damaged)
+
+
+@pytest.mark.parametrize("mode", [0o664, 0o646, 0o777])
+def test_a_file_that_others_can_write_or_replace_is_not_read(written: Path, mode: int) -> None:
+    where = written.parent if mode == 0o777 else written
+    where.chmod(mode)
+    with pytest.raises(StartFileError, match="others can write there"):
+        read_parts(written)
+    where.chmod(0o600 if where is written else 0o1777)  # they can put files there, but not replace this one
+    assert read_parts(written) == PARTS and list(read_parts(written)) == list(PARTS)
+
+
+@settings(max_examples=60)
+@given(data=st.data())
+def test_a_forged_file_is_a_named_error_or_what_it_says(data: st.DataObject, written: Path) -> None:
+    body = bytearray(written.read_bytes().partition(b"\n")[2])
+    for _ in range(data.draw(st.integers(1, 4))):
+        position = data.draw(st.integers(0, min(99, len(body) - 1)))
+        body[position] ^= data.draw(st.integers(1, 255))
+    forged = written.with_suffix(".forged")
+    forged.write_bytes(store.sealed(bytes(body[: data.draw(st.integers(0, len(body)))])))
+    with contextlib.suppress(StartFileError):
+        assert all(isinstance(part, bytes) for part in read_parts(forged).values())
+
+
+_ONE = zlib.compress(b"-")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        pytest.param(b"", id="nothing"),
+        pytest.param(b"[]\n", id="no names"),
+        pytest.param(b'{"a": null}\n' + _ONE, id="no number"),
+        pytest.param(b'{"a": 0.5, "b": 0.5}\n' + _ONE, id="no whole number"),
+        pytest.param(b'{"a": -1, "b": 2}\n' + _ONE, id="less than nothing"),
+        pytest.param(b'{"a": 2}\n' + _ONE, id="too little"),
+        pytest.param(b'{"a": 1}\n' + zlib.compress(bytes(10**8)), id="far more than it says"),
+        pytest.param(b'{"a": 9999999999}\n' + _ONE, id="too large"),
+        pytest.param(b"[" * 10**5, id="too deep"),
+    ],
+)
+def test_an_index_of_something_else_is_a_named_error(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "a.start"
+    path.write_bytes(store.sealed(content))
+    with pytest.raises(StartFileError, match=r"^file: expected named parts; got "):
+        read_parts(path)
+
+
+def test_a_failed_write_leaves_the_old_file_and_no_other(
+    written: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: object) -> None:
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(InputError, match="cannot be written: the disk is full"):
+        write_parts(written, {"other": b""})
+    assert read_parts(written) == PARTS
+    assert os.listdir(written.parent) == [written.name]
+    with pytest.raises(InputError, match="cannot be written"):
+        write_parts(written / "below" / "x.start", PARTS)
+
+
+KNOWN_COSTS = KnownCosts(
+    MeasuredForward(((4, 1.5), (16, math.inf)), 0.5, 3.0, 0.5, 0.25, 99, 2.0),
+    {
+        4: KnownBudget(MeasuredCosts({"full": math.inf}, 2.0, 0.5, 0.1, 0.7), "full"),
+        16: KnownBudget(MeasuredCosts({}, math.inf, math.inf, 0.0, None), None),
+    },
+    7.0,
+)
+KNOWN = KnownTower(
+    {"tower": "T", "items": 4, "settings.mode": None},
+    {"path default": KNOWN_COSTS, "path nothing": KnownCosts(MeasuredForward(), {}, 1.0)},
+)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda content: b"{",
+        lambda content: b"{}",
+        lambda content: content.replace(b"capture_ms", b"capture_us"),
+        lambda content: content.replace(b'"rows_per_token": 3.0', b'"rows_per_token": "many"'),
+    ],
+)
+def test_what_was_measured_of_a_tower_comes_back_and_anything_else_is_refused(change: object) -> None:
+    content = json.dumps(asdict(KNOWN)).encode()
+    assert tower_from_json(content) == KNOWN
+    with pytest.raises(ValueError):
+        tower_from_json(change(content))  # type: ignore[operator]
+
+
+def test_the_environment_names_what_compiles_and_measures() -> None:
+    key = environment_key(torch.device("cpu"))
+    assert json.loads(json.dumps(key)) == key == environment_key(torch.device("cpu"))
+    assert key["torch"] == torch.__version__
+    assert key["gpu"] is None and key["cpu"]
+    assert {
+        "fxsplit_encoder",
+        "fxsplit_encoder.code",
+        "triton",
+        "cuda",
+        "python",
+        "transformers",
+    } <= key.keys()
+
+
+def test_of_a_gpu_its_name_capability_and_kernels_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(
+        store, "package_version", lambda package: "4.0" if package == "flash-attn-4" else None
+    )
+    key = environment_key(torch.device("cuda", 0), [MEASUREMENTS])
+    assert (key["gpu"], key["gpu.capability"]) == ("NVIDIA H200", "9.0")
+    assert key["measured_with.packages.flash-attn-4"] == "4.0"
+    assert "torch_flash" in key["attention.kernels"]

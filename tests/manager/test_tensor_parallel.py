@@ -36,7 +36,6 @@ def batches(make_batch: Any) -> list[dict[str, Any]]:
 def ranks(batches: Any, tmp_path_factory: Any) -> list[dict[str, Any]]:
     """What each rank reports of each run; one start of the processes serves all tests."""
     runs = {mode: {"mode": mode} for mode in ("exact", "full", "auto")}
-    runs["refusing"] = {"mode": "exact", "refusing_rank": 1, "refused_tokens": 12}
     job = {"tower": SmallTower(3), "limits": LIMITS, "batches": batches, "runs": runs, "plain": [*PLAIN_RUNS]}
     return run_ranks(2, "gloo", tmp_path_factory.mktemp("ranks"), job)
 
@@ -54,15 +53,6 @@ def test_sglang_17255_a_sharded_tower_gives_the_results_of_the_whole_one(
             # 1, 1, 2, 2, 1 and 2 images: each size is replayed from its second time on.
             assert result["misses"] == {MissReason.NEW_SHAPE: 2}
             assert result["hits"] == 7
-
-
-def test_what_one_rank_cannot_capture_none_captures(ranks: Any) -> None:
-    results = [rank["refusing"] for rank in ranks]
-    for result in results:
-        assert max(result["errors"]) < 1e-5
-        assert result["sizes"] == [16]
-    assert REFUSED in results[1]["refused"][12]
-    assert "another rank" in results[0]["refused"][12]
 
 
 def test_nothing_is_agreed_upon_for_a_whole_tower() -> None:

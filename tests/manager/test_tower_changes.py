@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules import module as modules
+from torch.utils._pytree import tree_map_only
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.models.random import random_inputs
 from fxsplit_encoder.planning.plan import MissReason
-from tests.small_tower import SmallAdapter
+from tests.small_tower import FEATURES, SmallAdapter, SmallTower
 
 CONFIG = fx.EncoderConfig(token_budgets=(4, 16), piece_compiler="eager")
 UNCOMPILED = fx.EncoderConfig(token_budgets=(4, 16), compile=False)
@@ -45,26 +46,6 @@ def hook(tower: Any) -> None:
     tower.blocks[0].register_forward_hook(lambda module, inputs, output: output * output)
 
 
-def another_forward(tower: Any) -> None:
-    layer = tower.blocks[0].mlp.linear_fc1
-    own = layer.forward
-    layer.forward = lambda x: own(x) * 3
-
-
-def another_number(tower: Any) -> None:
-    tower.blocks[0].norm1.eps = 0.5
-
-
-# Each change is met in one mode, as who looks for changes knows no modes.
-CHANGES = [
-    (another_layer, "full"),
-    (hook, "breakable"),
-    (adapter, "piecewise"),
-    (another_forward, "breakable"),
-    (another_number, "breakable"),
-]
-
-
 def make(config: fx.EncoderConfig = CONFIG) -> tuple[fx.EncoderCudaGraphManager, dict[str, Any]]:
     tower = SmallAdapter()
     return fx.EncoderCudaGraphManager(tower, config), random_inputs(tower, [4])
@@ -77,7 +58,10 @@ def assert_right(manager: fx.EncoderCudaGraphManager, inputs: dict[str, Any]) ->
     return got
 
 
-@pytest.mark.parametrize(("change", "mode"), CHANGES)
+# Each change is met in one mode, as who looks for changes knows no modes.
+@pytest.mark.parametrize(
+    ("change", "mode"), [(another_layer, "full"), (hook, "breakable"), (adapter, "piecewise")]
+)
 @torch.no_grad()
 def test_nothing_stale_is_returned_and_captures_can_be_made_anew(
     change: Callable[[Any], None], mode: Any
@@ -184,3 +168,107 @@ def test_with_time_between_looks_a_change_is_seen_at_the_next(monkeypatch: pytes
     for _ in range(2):
         with pytest.raises(fx.TowerChangedError):
             manager.execute(inputs)
+
+
+# --- parameters of a tensor subclass that wraps others, without memory of its own, as quantized weights are
+
+
+GRID = torch.tensor([[1, 4, 6]])
+
+
+class Quantized(Tensor):
+    """Whole numbers, times a tensor or a number."""
+
+    values: Tensor
+    scale: Tensor
+    factor: float
+
+    @staticmethod
+    def __new__(cls, values: Tensor, scale: Tensor, factor: float) -> Quantized:
+        made: Any = Tensor._make_wrapper_subclass(cls, values.shape, dtype=torch.float32)
+        made.values, made.scale, made.factor = values, scale, factor
+        return made  # type: ignore[no-any-return]
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return ["values", "scale"], self.factor
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], factor: Any, size: Any, stride: Any) -> Quantized:
+        return Quantized(inner["values"], inner["scale"], factor)
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.ops.aten.detach.default:
+            (made,) = args
+            return Quantized(made.values, made.scale, made.factor)
+        args, kwargs = tree_map_only(Quantized, cls.plain, (args, kwargs or {}))
+        return function(*args, **kwargs)
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        return f"Quantized({tuple(self.shape)})"
+
+    def plain(self) -> Tensor:
+        return self.values.float() * self.scale * self.factor
+
+
+def tower(seed: int, factor: float = 1.0) -> Any:
+    made = SmallTower(seed)
+    for layer in layers(made):
+        scale = layer.weight.abs().amax().reshape(1) / 127
+        weight = Quantized((layer.weight / scale).round().to(torch.int8), scale, factor)
+        layer.weight = nn.Parameter(weight, requires_grad=False)
+    return made
+
+
+def layers(inner: Any) -> list[Any]:
+    return [m for n, m in inner.named_modules() if isinstance(m, nn.Linear) and ".mlp." in n]
+
+
+def exchange(inner: Any, source: Any) -> None:
+    for layer, other in zip(layers(inner), layers(source), strict=True):
+        layer.weight = other.weight
+
+
+@pytest.fixture
+def pixels() -> Tensor:
+    return torch.randn(24, FEATURES, generator=torch.Generator().manual_seed(0))
+
+
+def make_encode(inner: Any, pixels: Tensor, *, compiles: bool) -> Any:
+    settings: dict[str, Any] = {"piece_compiler": "eager", "token_budgets": (8,), "mode": "full"}
+    wrapped = SmallAdapter(inner)
+    if compiles:
+        module = torch.compile(wrapped, backend="encoder_cg", options=settings)
+        return lambda: module(pixels, GRID)
+    manager = fx.EncoderCudaGraphManager(wrapped, fx.EncoderConfig(**settings))
+    manager.capture()
+    inputs = {"pixel_values": pixels, "image_grid_thw": GRID}
+    return lambda: manager.execute(inputs)[0]
+
+
+@pytest.mark.parametrize("compiles", [False, pytest.param(True, marks=pytest.mark.slow)])
+@torch.no_grad()
+def test_exchanged_parameters_are_those_of_the_next_call(pixels: Tensor, compiles: bool) -> None:
+    torch._dynamo.reset()
+    inner, reference = tower(0), tower(0)
+    encode = make_encode(inner, pixels, compiles=compiles)
+    for seed in (0, 3):
+        for each in (inner, reference):
+            exchange(each, tower(seed))
+        torch.testing.assert_close(encode(), reference(pixels, GRID), rtol=1e-4, atol=1e-5)
+    for weight in (layer.weight for each in (inner, reference) for layer in layers(each)):
+        weight.values.neg_()
+    torch.testing.assert_close(encode(), reference(pixels, GRID), rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def test_other_constants_of_a_wrapper_are_compiled_again(pixels: Tensor) -> None:
+    inner, reference = tower(0), tower(0)
+    encode = make_encode(inner, pixels, compiles=False)
+    encode()
+    for each in (inner, reference):
+        for layer in layers(each):
+            weight = layer.weight
+            layer.weight = nn.Parameter(Quantized(weight.values, weight.scale, 2.0), requires_grad=False)
+    with pytest.raises(fx.WeightsLayoutError, match=r"linear_fc1\.weight with the constants of its subclass"):
+        encode()

@@ -1,37 +1,44 @@
-"""Turns: one at a time, requests first, and steps go on under any load."""
+"""Turns: one at a time, requests first, steps go on under any load; kernels are compared in such steps."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from fxsplit_encoder.kernels.attention import AttentionShape, KernelChooser
+from fxsplit_encoder.kernels.attention.chooser import Measurements
+from fxsplit_encoder.kernels.choice import measuring
+from fxsplit_encoder.kernels.store import KernelStore
 from fxsplit_encoder.manager import lifecycle as module
+from fxsplit_encoder.manager.compile_process import build_kernels
 from fxsplit_encoder.manager.lifecycle import serving_scope
-from fxsplit_encoder.manager.turns import StoppedError, Turns
+from fxsplit_encoder.manager.turns import StoppedError, Turns, compare_between_requests, compare_meanwhile
+from fxsplit_encoder.pauses import pause, pausing_by
 from fxsplit_encoder.runtime.captured_program import Choosers
+from tests.kernels.attention.fakes import Everywhere, FakeKernel
+from tests.pauses import Pauses
+
+from ..waiting import wait_until
 
 
-def started(*functions: Callable[[], object]) -> list[threading.Thread]:
-    threads = [threading.Thread(target=each) for each in functions]
-    for thread in threads:
-        thread.start()
-    return threads
+@pytest.fixture
+def threads() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(5) as pool:
+        yield pool
 
 
-def end(threads: Iterable[threading.Thread]) -> None:
-    for thread in threads:
-        thread.join(60)
-        assert not thread.is_alive()
-
-
-def test_one_at_a_time_whoever_it_is() -> None:
+def test_one_at_a_time_whoever_it_is(threads: ThreadPoolExecutor) -> None:
     turns, inside, most = Turns(requests=3, seconds=0.01, quiet=0.0), [0], [0]
 
     def enter() -> None:
@@ -50,11 +57,14 @@ def test_one_at_a_time_whoever_it_is() -> None:
             with turns.step(), turns:
                 enter()
 
-    end(started(serve, serve, serve, work, work))
+    for each in [threads.submit(function) for function in (serve, serve, serve, work, work)]:
+        each.result(60)
     assert most == [1]
 
 
-def test_a_step_is_due_after_so_many_requests_under_a_load_without_pauses() -> None:
+def test_a_step_is_due_after_so_many_requests_under_a_load_without_pauses(
+    threads: ThreadPoolExecutor,
+) -> None:
     turns = Turns(requests=10, seconds=1e9, quiet=1e9)
     stop, served, at_step = threading.Event(), [0], []
 
@@ -63,12 +73,12 @@ def test_a_step_is_due_after_so_many_requests_under_a_load_without_pauses() -> N
             with turns:
                 served[0] += 1
 
-    threads = started(serve, serve, serve)
+    for _ in range(3):
+        threads.submit(serve)
     for _ in range(3):
         with turns.step():
             at_step.append(served[0])
     stop.set()
-    end(threads)
     assert at_step[0] >= 10 and all(b - a >= 10 for a, b in itertools.pairwise(at_step))
 
 
@@ -81,25 +91,21 @@ def test_a_step_is_due_after_a_time_and_at_once_where_nobody_asks() -> None:
         pass
 
 
-def test_requests_that_wait_go_before_a_step() -> None:
+def test_requests_that_wait_go_before_a_step(threads: ThreadPoolExecutor) -> None:
     turns, order = Turns(requests=100, seconds=1e9, quiet=0.0), []
 
-    def serve(number: int) -> None:
-        with turns:
-            order.append(number)
-
-    def step() -> None:
-        with turns.step():
-            order.append("step")
+    def enter(context: Any, name: str) -> None:
+        with context:
+            order.append(name)
 
     with turns:
-        waiting = started(lambda: serve(0), lambda: serve(1))
-        while turns.num_waiting < 2:
-            time.sleep(0)
-        waiting += started(step)
+        waiting = [threads.submit(enter, turns, "request") for _ in range(2)]
+        wait_until(lambda: turns.num_waiting == 2)
+        waiting.append(threads.submit(enter, turns.step(), "step"))
         time.sleep(0.02)
-    end(waiting)
-    assert sorted(map(str, order[:2])) == ["0", "1"] and order[2] == "step"
+    for each in waiting:
+        each.result(60)
+    assert order == ["request", "request", "step"]
 
 
 def test_a_step_that_nobody_wants_is_not_begun_and_one_that_raises_gives_the_turn_back() -> None:
@@ -112,25 +118,18 @@ def test_a_step_that_nobody_wants_is_not_begun_and_one_that_raises_gives_the_tur
         pass
 
 
-def lend_in_thread(
-    turns: Turns, work: Any, is_stopped: Any = lambda: False
-) -> tuple[threading.Thread, list[Any]]:
-    """A thread that lends, once it does, and where its result or error will be."""
-    found: list[Any] = []
-
-    def lend() -> None:
-        try:
-            found.append(turns.lend(work, is_stopped))
-        except (Exception, StoppedError) as error:
-            found.append(error)
-
-    (thread,) = started(lend)
-    while turns.lent is None:
-        time.sleep(0)
-    return thread, found
+def lent(
+    threads: ThreadPoolExecutor, turns: Turns, work: Any, is_stopped: Any = lambda: False
+) -> Future[Any]:
+    """What a thread lends, once it does."""
+    future = threads.submit(turns.lend, work, is_stopped)
+    wait_until(lambda: turns.lent is not None)
+    return future
 
 
-def test_lent_work_is_done_by_the_thread_of_a_request_after_it_and_in_its_turn() -> None:
+def test_lent_work_is_done_by_the_thread_of_a_request_after_it_and_in_its_turn(
+    threads: ThreadPoolExecutor,
+) -> None:
     turns, order = Turns(), list[Any]()
 
     def work() -> int:
@@ -138,29 +137,20 @@ def test_lent_work_is_done_by_the_thread_of_a_request_after_it_and_in_its_turn()
             order.append(threading.get_ident())
         return 7
 
-    thread, found = lend_in_thread(turns, work)
+    found = lent(threads, turns, work)
     time.sleep(0.02)
     assert not order, "nobody has served a request"
-    with turns, turns:
-        order.append("request")
-    thread.join(60)
-    assert order == ["request", threading.get_ident()] and found == [7]
-    with turns:
-        order.append("request")
-    assert order[2:] == ["request"], "once"
-
-
-def test_lent_work_waits_for_a_request_that_does_not_fail() -> None:
-    turns, done = Turns(), list[int]()
-    thread, _ = lend_in_thread(turns, lambda: done.append(1))
     with pytest.raises(ValueError), turns:
         raise ValueError
-    assert not done
+    assert not order, "it waits for one that does not fail"
+    with turns, turns:
+        order.append("request")
+    assert found.result(60) == 7 and order == ["request", threading.get_ident()]
     turns.assist()
-    thread.join(60)
-    assert done == [1]
+    assert len(order) == 2, "once"
+    found = lent(threads, turns, work)
     turns.assist()
-    assert done == [1]
+    assert found.result(60) == 7
 
 
 @pytest.mark.parametrize(
@@ -172,34 +162,30 @@ def test_lent_work_waits_for_a_request_that_does_not_fail() -> None:
     ],
 )
 def test_what_lent_work_raises_is_told_the_one_that_lent_it_and_the_turn_is_given_back(
-    error: BaseException, said: str
+    error: BaseException, said: str, threads: ThreadPoolExecutor
 ) -> None:
     def work() -> None:
         raise error
 
     turns = Turns()
-    thread, found = lend_in_thread(turns, work)
+    found = lent(threads, turns, work)
     is_interrupt = isinstance(error, KeyboardInterrupt)
     with pytest.raises(KeyboardInterrupt) if is_interrupt else contextlib.nullcontext(), turns:
         pass
-    thread.join(60)
-    assert said in str(found[0])
+    assert said in str(found.exception(60))
     with turns.step():
         pass
 
 
-def test_lent_work_that_nobody_wants_any_more_is_not_done() -> None:
+def test_lent_work_that_nobody_wants_any_more_is_not_done(threads: ThreadPoolExecutor) -> None:
     turns, stopped, done = Turns(), threading.Event(), list[int]()
-    thread, found = lend_in_thread(turns, lambda: done.append(1), stopped.is_set)
+    found = lent(threads, turns, lambda: done.append(1), stopped.is_set)
     stopped.set()
-    thread.join(60)
-    assert isinstance(found[0], StoppedError)
+    with pytest.raises(StoppedError):
+        found.result(60)
     with turns:
         pass
     assert not done
-
-
-# --- what surrounds a request
 
 
 def test_it_is_all_four_contexts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,3 +215,185 @@ def test_a_device_that_cannot_be_entered_gives_the_turn_back(monkeypatch: pytest
             raise AssertionError
     assert turns.owner is None
     assert torch.is_grad_enabled()
+
+
+# --- kernels are compared between requests in parts: a part is one run, one check or one timing
+
+
+CPU = torch.device("cpu")
+CAPTURED = AttentionShape(CPU, torch.bfloat16, 2, 8, 48, 24, 4)
+KNOWN = AttentionShape(CPU, torch.bfloat16, 2, 8, 64, 64, 1, host_lengths=True)
+
+
+class Scene:
+    """Kernels and a clock that log what they do, and contexts that log where."""
+
+    def __init__(self, directory: Path | None = None) -> None:
+        self.where = "beside"
+        self.log: list[tuple[str, str]] = []
+
+        def kernel(name: str) -> FakeKernel:
+            def note(out: torch.Tensor) -> torch.Tensor:
+                self.log.append((name, self.where))
+                return out
+
+            return FakeKernel(name, change=note)
+
+        def clock(call: Callable[[], object], shape: AttentionShape) -> float:
+            self.log.append(("clock", self.where))
+            return 7.0
+
+        stores = () if directory is None else (lambda device: KernelStore("measured", {}, directory),)
+        kernels = [kernel("one"), kernel("two")]
+        self.chooser = KernelChooser(measurements=Measurements(kernels, Everywhere(clock), *stores))
+
+    @contextlib.contextmanager
+    def at(self, where: str) -> Iterator[None]:
+        self.where = where
+        try:
+            yield
+        finally:
+            self.where = "beside"
+
+    def run(self, *shapes: AttentionShape) -> None:
+        for shape in shapes:
+            assert self.where == "turn"
+            self.chooser.ranking(shape)
+            assert not self.log, "a run measures nothing"
+            pause()
+
+    def work(self, *shapes: AttentionShape) -> None:
+        with pausing_by(Pauses(lambda: None, around=lambda: self.at("turn"))):
+            compare_between_requests(lambda: self.run(*shapes), CPU)
+
+
+def table(scene: Scene) -> Any:
+    return scene.chooser.measurements.table(CPU)
+
+
+@pytest.mark.parametrize(
+    ("is_known", "measured", "built"),
+    [(False, True, ["one", "two"]), (True, True, []), (False, False, [])],
+    ids=["unknown", "compared before", "a CPU"],
+)
+def test_another_process_builds_what_will_be_compared_and_keeps_no_time(
+    is_known: bool, measured: bool, built: list[str], tmp_path: Path
+) -> None:
+    if is_known:
+        assert measure(Scene(tmp_path), CAPTURED)
+    before, scene = [*tmp_path.iterdir()], Scene(tmp_path)
+    generation: Any = SimpleNamespace(
+        pool=SimpleNamespace(device=CPU),
+        scope=SimpleNamespace(measured=measured),
+        planned_captures=lambda: CAPTURED,
+        run=scene.chooser.ranking,
+    )
+    build_kernels(generation, Choosers(attention=scene.chooser))
+    assert sorted({what for what, _ in scene.log} - {"clock"}) == built
+    assert [*tmp_path.iterdir()] == before and bool(before) == is_known
+
+
+def test_a_run_and_one_timing_have_the_turn_and_checks_have_not() -> None:
+    scene = Scene()
+    scene.work(CAPTURED, KNOWN, CAPTURED)
+    # Two kernels: of the captured class on two calls, of the known ones on one segment, four and sixteen.
+    assert [each for each in scene.log if each[0] == "clock"] == [("clock", "turn")] * (2 * 2 + 2 * 3)
+    assert {where for what, where in scene.log if what != "clock"} == {"beside"}
+
+
+def test_what_is_found_is_what_a_capture_would_have_found() -> None:
+    scene, at_once = Scene(), Scene()
+    scene.work(CAPTURED, KNOWN)
+    with measuring():
+        for shape in (CAPTURED, KNOWN):
+            at_once.chooser.ranking(shape)
+    assert table(scene) == table(at_once) and len(table(scene)) == 7
+    with measuring():
+        log = len(scene.log)
+        for shape in (CAPTURED, KNOWN):
+            scene.chooser.ranking(shape)
+    assert len(scene.log) == log, "nothing is left to compare"
+
+
+class LateKernel(FakeKernel):
+    """One that another process is compiling."""
+
+    is_awaited = True
+
+
+def late_scene() -> Scene:
+    scene = Scene()
+    measurements = scene.chooser.measurements
+    scene.where = "turn"
+
+    def note(out: torch.Tensor) -> torch.Tensor:
+        scene.log.append(("late", scene.where))
+        return out
+
+    measurements.kernels = (*measurements.kernels, LateKernel("late", change=note))
+    return scene
+
+
+def measure(scene: Scene, *shapes: AttentionShape) -> list[str]:
+    """Which kernels a capture has to call for it."""
+    scene.log.clear()
+    with measuring():
+        for shape in shapes:
+            scene.chooser.ranking(shape)
+    return sorted({what for what, _ in scene.log} - {"clock"})
+
+
+def test_while_others_compile_what_waits_for_none_of_them_is_compared() -> None:
+    scene, at_once = late_scene(), late_scene()
+    other = dataclasses.replace(CAPTURED, tokens=96, longest=48)
+
+    def run() -> None:
+        for shape in (CAPTURED, KNOWN, other):
+            scene.chooser.ranking(shape)
+            pause()
+
+    compare_meanwhile(run, lambda: True)
+    assert {what for what, _ in scene.log} == {"one", "two", "clock"}
+    assert not table(scene), "nothing is decided without the others"
+    assert measure(scene, CAPTURED, other) == ["late"]
+    assert measure(scene, KNOWN) == ["late", "one", "two"], "other processes may slow calls of the host"
+    measure(at_once, CAPTURED, other, KNOWN)
+    assert table(scene) == table(at_once)
+
+
+@pytest.mark.parametrize("moments", range(6))
+def test_as_soon_as_others_are_done_all_is_compared_as_ever(moments: int) -> None:
+    scene, at_once = late_scene(), late_scene()
+    left, num_runs = iter(range(moments)), 0
+
+    def run() -> None:
+        nonlocal num_runs
+        for shape in (CAPTURED, KNOWN):
+            scene.chooser.ranking(shape)
+            num_runs += 1
+            pause()
+
+    compare_meanwhile(run, lambda: next(left, None) is not None)
+    assert num_runs == min(2, (moments + 1) // 2)  # it asks before each run and before each class
+    assert not table(scene)
+    measure(scene, CAPTURED, KNOWN)
+    measure(at_once, CAPTURED, KNOWN)
+    assert table(scene) == table(at_once)
+
+
+@pytest.mark.parametrize("meanwhile", [False, True])
+def test_memory_that_runs_out_leaves_a_class_without_a_choice(meanwhile: bool) -> None:
+    scene = late_scene() if meanwhile else Scene()
+    meter = scene.chooser.measurements.meter
+
+    def none_left(shape: AttentionShape) -> Any:
+        raise torch.OutOfMemoryError("none left")
+
+    meter.examples = none_left  # type: ignore[method-assign]
+    if meanwhile:
+        compare_meanwhile(lambda: scene.chooser.ranking(CAPTURED), lambda: True)
+        assert not scene.log
+    else:
+        scene.work(CAPTURED)
+        (found,) = table(scene).values()
+        assert not found.microseconds and not found.rejected

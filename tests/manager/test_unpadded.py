@@ -9,11 +9,9 @@ import pytest
 import torch
 
 import fxsplit_encoder as fx
-from fxsplit_encoder.capture.pool import GraphPool
 from fxsplit_encoder.manager.batches import BatchRunner
 from fxsplit_encoder.planning.costs import PathCosts
 from fxsplit_encoder.planning.limits import CaptureKey
-from fxsplit_encoder.planning.plan import PathPlan
 from fxsplit_encoder.runtime import unpadded
 from fxsplit_encoder.runtime.captured_program import CapturedProgram
 from fxsplit_encoder.runtime.requests import CaptureScope
@@ -53,26 +51,6 @@ def test_other_images_of_the_same_count_replay_the_same_capture(
     assert "exact" in str(stats)
 
 
-def test_nothing_is_captured_before_a_count_has_come_often_enough(
-    make_manager: Any, make_batch: Any, assert_as_eager: Any
-) -> None:
-    manager = make_manager(mode="exact", exact_min_hits=3)
-    assert manager.planned_captures().num_graphs == 0
-    manager.capture()
-    inputs = make_batch([(1, 4, 4), (1, 8, 4)])
-    for turn in range(4):
-        planned = manager.plan(inputs)
-        (path,) = [batch.paths["default"] for batch in planned.batches]
-        assert path.result == ("new_shape" if turn < 3 else "hit")
-        assert path.budget == (12 if turn == 3 else None)
-        assert_as_eager(manager, inputs)
-    assert manager.stats().misses == {fx.MissReason.NEW_SHAPE: 4}
-    assert manager.stats().hits == 4
-    manager.clear()
-    assert manager.paths["default"].unpadded.sizes == []
-    assert_as_eager(manager, inputs)
-
-
 def test_captures_at_exact_shapes_count_against_the_limit(make_captured: Any, make_batch: Any) -> None:
     limit = 300_000
     manager = make_captured(mode="exact", exact_min_hits=1, max_graph_bytes=limit)
@@ -87,9 +65,6 @@ def test_captures_at_exact_shapes_count_against_the_limit(make_captured: Any, ma
     assert "max_graph_bytes" in next(iter(shapes.refused.values()))
 
 
-# --- by cost
-
-
 def test_a_manager_captures_nothing_later_if_told_so(
     make_manager: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -99,42 +74,6 @@ def test_a_manager_captures_nothing_later_if_told_so(
         for mode, wanted in (("auto", True), ("auto", False), ("exact", False), ("full", True))
     ]
     assert recurring == ["cost", None, "hits", None]
-
-
-def by_cost(replay_ms: float = 3.0) -> UnpaddedCaptures:
-    def request(tokens: int, inputs: Any) -> Any:
-        raise AssertionError("nothing is captured in these tests")
-
-    scope = CaptureScope(fx.EncoderConfig(), GraphPool(torch.device("cpu")))
-    replays = UnpaddedCaptures(request, scope)
-    costs = PathCosts(replay={64: 2.0, 128: replay_ms}, exact=((64, 4.0), (128, 5.0)), eager=((64, 9.0),))
-    replays.use_costs(costs, capture_ms=10.0)
-    return replays
-
-
-@pytest.mark.parametrize(
-    ("planned", "replay_ms", "uses"),
-    [
-        (PathPlan(96, 128), 3.0, 20),  # 3 - 2.5 ms a use
-        (PathPlan(64, 64), 3.0, None),  # no padding, nothing to gain
-        (PathPlan(10, 64), 3.0, None),  # no capture is known to be cheaper than the smallest
-        (PathPlan(128, None, fx.MissReason.NOT_CAPTURED), 3.0, 5),  # 5 - 3 ms a use
-        (PathPlan(128, None, fx.MissReason.UNSUPPORTED_INPUT), 3.0, None),
-        (PathPlan(0, 64), 3.0, None),
-        (PathPlan(128, None, fx.MissReason.EXACT_IS_FASTER), 5.0, 20),  # no gain is foreseen: a tenth of 5 ms
-    ],
-)
-def test_a_count_is_due_once_it_has_cost_what_its_capture_would(
-    planned: PathPlan, replay_ms: float, uses: int | None
-) -> None:
-    replays = by_cost(replay_ms)
-    for use in range(1, 41):
-        if use == uses:
-            with pytest.raises(AssertionError):
-                replays.find(planned, by_cost=True)
-            return
-        assert replays.find(planned, by_cost=True) is None
-    assert uses is None
 
 
 @pytest.mark.parametrize("faster", ["replay", "exact"])
@@ -162,17 +101,6 @@ def test_a_trial_on_the_batch_in_hand_decides(
     stats = manager.stats()
     assert (stats.hits > 0) is (faster == "replay")
     assert fx.MissReason.EXTENT_EXCEEDED not in stats.misses
-
-
-def test_a_trial_keeps_what_only_a_replay_serves(monkeypatch: pytest.MonkeyPatch) -> None:
-    replays = by_cost()
-    replays.on_trial.add(80)
-
-    def refused() -> None:
-        raise fx.InputError("only the tower's own forward is left")
-
-    assert replays.keeps(80, lambda: None, refused)
-    assert not replays.on_trial
 
 
 TWO_BATCHES = PathCosts(
@@ -208,22 +136,24 @@ def used(manager: Any, inputs: Any, times: int) -> list[Any]:
     return plans
 
 
-def timing(monkeypatch: pytest.MonkeyPatch, times: dict[int, float]) -> list[int]:
-    """Gives requests of so many batches these times; returns a list of the batches of what was timed."""
+def timing(monkeypatch: pytest.MonkeyPatch, times: dict[int, float | None]) -> list[int]:
+    """Gives requests of so many batches these times (None: no memory); returns the batches of each."""
     timed: list[int] = []
 
     def milliseconds(runner: BatchRunner, plan: Any, mm_kwargs: dict[str, Any], specs: Any) -> float:
         runner.run(plan, mm_kwargs, specs, may_replay=True)
         timed.append(len(plan.batches))
-        return times[len(plan.batches)]
+        if (milliseconds := times[len(plan.batches)]) is None:
+            raise torch.OutOfMemoryError
+        return milliseconds
 
     monkeypatch.setattr(BatchRunner, "milliseconds", milliseconds)
     return timed
 
 
-@pytest.mark.parametrize(("one_batch", "is_kept"), [(39.0, True), (40.3, True), (41.0, False)])
+@pytest.mark.parametrize(("one_batch", "is_kept"), [(39.0, True), (40.3, True), (41.0, False), (None, False)])
 def test_a_request_that_recurs_keeps_one_batch_unless_two_are_faster(
-    one_batch: float,
+    one_batch: float | None,
     is_kept: bool,
     make_recurring: Any,
     make_batch: Any,
@@ -262,29 +192,9 @@ def test_two_batches_stay_where_one_is_foreseen_to_lose_much_or_cannot_be_captur
     assert timed == []
 
 
-def test_fewer_batches_that_run_out_of_memory_lose_no_request(
-    make_recurring: Any, make_batch: Any, monkeypatch: pytest.MonkeyPatch, assert_as_eager: Any
-) -> None:
+def test_what_is_timed_counts_as_no_request(make_recurring: Any, make_batch: Any) -> None:
     manager = make_recurring(TWO_BATCHES)
-    inputs = make_batch([(1, 16, 16), (1, 8, 8)])
-
-    def milliseconds(runner: BatchRunner, plan: Any, mm_kwargs: dict[str, Any], specs: Any) -> float:
-        if len(plan.batches) == 1:
-            raise torch.OutOfMemoryError("no memory for one batch")
-        return 40.0
-
-    monkeypatch.setattr(BatchRunner, "milliseconds", milliseconds)
-    for _ in range(9):
-        assert_as_eager(manager, inputs)
-    assert budgets_of(manager.plan(inputs)) == [16, 64]
-
-
-def test_what_is_timed_counts_as_no_request(
-    make_recurring: Any, make_batch: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    manager = make_recurring(TWO_BATCHES)
-    inputs = make_batch([(1, 16, 16), (1, 8, 8)])
-    used(manager, inputs, 8)
+    used(manager, make_batch([(1, 16, 16), (1, 8, 8)]), 8)
     assert manager.stats().hits == 16
 
 

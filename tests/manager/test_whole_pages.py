@@ -26,10 +26,9 @@ class Pages(EncoderProtocol, nn.Module):
     refuses to run on none. Pages are compared with one another, so that no row may be padded.
     """
 
-    traceable = True
-
-    def __init__(self) -> None:
+    def __init__(self, *, declared: bool = False, traceable: bool = True) -> None:
         super().__init__()
+        self.declares_padding, self.traceable = declared, traceable
         torch.manual_seed(0)
         self.linear = nn.Linear(WIDTH, WIDTH)
         self.requires_grad_(False)
@@ -60,17 +59,6 @@ class Pages(EncoderProtocol, nn.Module):
         return self.encoder_cudagraph_forward(mm_kwargs)
 
 
-class Undeclared(Pages):
-    declares_padding = False
-
-
-class Untraceable(Pages):
-    traceable = False
-
-
-class UndeclaredUntraceable(Undeclared, Untraceable): ...
-
-
 def captured(model: Any, pages: tuple[int, ...], **settings: Any) -> fx.EncoderCudaGraphManager:
     budgets = tuple(PAGE * n for n in pages)
     return managers.captured(model, token_budgets=budgets, packing="greedy", **{"debug": False, **settings})
@@ -84,9 +72,9 @@ def expected(model: Any, inputs: dict[str, Any]) -> list[Tensor]:
     return list(model.encoder_eager_forward(inputs).split(PAGE))
 
 
-@pytest.mark.parametrize("make", [Undeclared, UndeclaredUntraceable])
-def test_pages_that_fill_a_budget_are_replayed_from_the_first_time(make: Any) -> None:
-    model = make()
+@pytest.mark.parametrize("traceable", [True, False])
+def test_pages_that_fill_a_budget_are_replayed_from_the_first_time(traceable: bool) -> None:
+    model = Pages(traceable=traceable)
     manager = captured(model, (1, 2, 4), mode="full")
     # Three pages would be followed by padding, which nothing allows.
     assert sorted(manager.budget_graphs["default"]) == [PAGE, 2 * PAGE]
@@ -101,19 +89,22 @@ def test_pages_that_fill_a_budget_are_replayed_from_the_first_time(make: Any) ->
     assert not manager.paths["default"].unpadded.sizes
 
 
-@pytest.mark.parametrize("make", [Pages, Untraceable, Undeclared, UndeclaredUntraceable])
-@pytest.mark.parametrize("mode", ["auto", "full", "breakable"])
-def test_one_page_is_captured_whatever_is_known_of_padding(make: Any, mode: str) -> None:
-    model = make()
+@pytest.mark.parametrize("declared", [True, False])
+@pytest.mark.parametrize("traceable", [True, False])
+@pytest.mark.parametrize("mode", ["full", "breakable"])
+def test_one_page_is_captured_whatever_is_known_of_padding(
+    mode: str, traceable: bool, declared: bool
+) -> None:
+    model = Pages(declared=declared, traceable=traceable)
     manager = captured(model, (1,), mode=mode, debug=True)
     inputs = batch(1)
     assert_equal_items(manager.execute(inputs), expected(model, inputs))
     assert manager.stats().hits == 1
 
 
-@pytest.mark.parametrize("make", [Undeclared, UndeclaredUntraceable])
-def test_a_tower_whose_pages_are_smaller_than_it_says_falls_back(make: Any) -> None:
-    class Halves(make):  # type: ignore[misc]
+@pytest.mark.parametrize("traceable", [True, False])
+def test_a_tower_whose_pages_are_smaller_than_it_says_falls_back(traceable: bool) -> None:
+    class Halves(Pages):
         def get_encoder_cudagraph_item_specs(self, mm_kwargs: dict[str, Any]) -> list[ItemSpec]:
             tokens = mm_kwargs["pixels"].shape[1]
             return [ItemSpec(tokens, tokens, {"default": tokens}) for _ in mm_kwargs["pixels"]]
@@ -121,7 +112,7 @@ def test_a_tower_whose_pages_are_smaller_than_it_says_falls_back(make: Any) -> N
         def capture_values(self, budget: int) -> dict[str, Any]:
             return {"pixels": torch.randn(2 * budget // PAGE, PAGE // 2, WIDTH)}
 
-    model = Halves()
+    model = Halves(traceable=traceable)
     manager = captured(model, (1,), mode="full")
     inputs = {"pixels": torch.randn(1, PAGE // 2, WIDTH)}
     assert_equal_items(manager.execute(inputs), [model.encoder_eager_forward(inputs)])
@@ -131,7 +122,7 @@ def test_a_tower_whose_pages_are_smaller_than_it_says_falls_back(make: Any) -> N
     assert manager.stats().misses == {fx.MissReason.EXTENT_EXCEEDED: 1}
 
 
-class OnePageIsSpecial(Undeclared):
+class OnePageIsSpecial(Pages):
     """A trace takes no size for 1, so that the graph has no such case."""
 
     def encoder_cudagraph_forward(self, inputs: dict[str, Tensor], path: str = "default") -> Tensor:

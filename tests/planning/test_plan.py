@@ -1,3 +1,7 @@
+import subprocess
+import sys
+import textwrap
+
 from fxsplit_encoder.planning.plan import MissReason, PathPlan, Plan, PlannedBatch
 
 HIT = PlannedBatch((0, 2), {"global": PathPlan(80, 100), "local": PathPlan(0)}, 81)
@@ -53,3 +57,33 @@ def test_printing_shows_predicted_times_where_they_are_known() -> None:
 
     known = PlannedBatch((0,), {"global": paths["global"]}, 60, (), 1.87)
     assert str(Plan((known,), 1)).splitlines()[0].endswith("; 6.2% padding; 1.9 ms predicted")
+
+
+# --- without torch: in a process where importing torch fails
+
+
+WITHOUT_TORCH = """
+    import sys
+
+    sys.modules["torch"] = None
+
+    import fxsplit_encoder.tuning
+    from fxsplit_encoder.planning.limits import Limits
+    from fxsplit_encoder.planning.plan import Item
+    from fxsplit_encoder.planning.planner import build_plan
+    from fxsplit_encoder.protocol import EncoderItemSpec
+
+    limits = Limits({"default": (64, 128)}, max_items_per_batch=4, max_frames_per_batch=0)
+    items = [Item(EncoderItemSpec(400, 100)), Item(EncoderItemSpec(80, 20))]
+    for packing in ("cost", "greedy", "greedy_defer"):
+        plan = build_plan(items, limits, packing=packing)
+        print(plan.batches[0].paths["default"].budget)
+"""
+
+
+def test_a_request_is_planned_where_torch_cannot_be_imported() -> None:
+    finished = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(WITHOUT_TORCH)], capture_output=True, text=True
+    )
+    assert finished.returncode == 0, finished.stderr
+    assert finished.stdout.split() == ["128"] * 3

@@ -39,12 +39,14 @@ def test_costs_lack_the_attention_of_the_measured_segment() -> None:
     assert (path_costs.attention, path_costs.max_segments, path_costs.measured) == (1 / 1600, {10: 8}, True)
 
 
-def test_an_exact_run_costs_no_less_than_the_host_needs() -> None:
+def test_nothing_unpadded_costs_less_than_the_host_needs() -> None:
     costs = {20: MeasuredCosts({"full": 8.0}, exact=8.0, host=6.0, attention=MEASURED.attention_ms(20))}
     assert costs[20].exact_price == pytest.approx(8.2), "5 % of what is not attention"
-    path_costs = MEASURED.with_captures(ladder(costs), {}, compiled=True)
+    forward = replace(MEASURED, eager=((10, 9.0), (20, 20.0)), eager_host=8.5)
+    path_costs = forward.with_captures(ladder(costs), {}, compiled=True)
     assert dict(path_costs.exact) == pytest.approx({20: 6.0}), "not 8.2 - 4.0"
     assert path_costs.replay[20] < path_costs.exact[0][1]
+    assert dict(path_costs.eager) == pytest.approx({10: 8.5, 20: 16.0}), "not 9.0 - 1.0"
 
 
 @pytest.mark.parametrize("compiled", [True, False])
@@ -104,8 +106,7 @@ def told(run: Callable[[float], MeasuredRun]) -> Callable[..., MeasuredRun]:
 
 @pytest.fixture
 def as_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = "fxsplit_encoder.runtime.measure"
-    monkeypatch.setattr(f"{module}.measure_run", told(lambda ms: MeasuredRun(ms, 0.0)))
+    monkeypatch.setattr(measure, "measure_run", told(lambda ms: MeasuredRun(ms, 0.0)))
 
 
 @pytest.mark.usefixtures("as_told")
@@ -116,20 +117,10 @@ def test_the_towers_own_forward_is_timed_at_halves_of_the_largest_size() -> None
 
 @pytest.mark.usefixtures("as_told")
 def test_sizes_below_one_that_the_host_bounds_are_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "fxsplit_encoder.runtime.measure.measure_run",
-        told(lambda ms: MeasuredRun(max(ms, 19.0), 19.0)),
-    )
+    monkeypatch.setattr(measure, "measure_run", told(lambda ms: MeasuredRun(max(ms, 19.0), 19.0)))
     found = measure_forward(Forward(), (2, 5, 10, 20, 40, 80))
     assert found.eager == ((20, 20.0), (40, 40.0), (80, 80.0))
     assert found.eager_host == 19.0
-
-
-def test_the_own_forward_costs_no_less_than_the_host_needs() -> None:
-    forward = replace(MEASURED, eager=((10, 9.0), (20, 20.0)), eager_host=8.5)
-    captured = ladder({10: MeasuredCosts({"full": 2.0}, exact=4.0)})
-    path_costs = forward.with_captures(captured, {}, compiled=True)
-    assert dict(path_costs.eager) == pytest.approx({10: 8.5, 20: 16.0}), "not 9.0 - 1.0"
 
 
 @pytest.mark.usefixtures("as_told")
@@ -169,7 +160,7 @@ def test_attention_is_timed_at_the_largest_size_that_memory_holds(
             raise torch.OutOfMemoryError
         return 0.25
 
-    monkeypatch.setattr("fxsplit_encoder.runtime.measure.attention_cost", attention_cost)
+    monkeypatch.setattr(measure, "attention_cost", attention_cost)
     found = measure_forward(Forward(), (10, 20, 30, 40, 50))
     assert tried == timed
     assert (found.attention, found.out_of_memory) == (0.25, ran_out)

@@ -15,6 +15,8 @@ from fxsplit_encoder.capture.buffers import SharedBuffers, StaticBuffer
 from fxsplit_encoder.capture.forward import CaptureRequest
 from fxsplit_encoder.capture.pool import GraphPool
 from fxsplit_encoder.config import EncoderConfig
+from fxsplit_encoder.errors import InputError
+from fxsplit_encoder.planning.costs import PathCosts
 from fxsplit_encoder.planning.plan import MissReason, PathPlan
 from fxsplit_encoder.runtime import unpadded
 from fxsplit_encoder.runtime.requests import CaptureScope
@@ -79,26 +81,11 @@ def test_uses_count_by_their_weight() -> None:
     assert all(shapes.of_size(6, 0.0) is None for _ in range(50))
 
 
-def test_a_size_that_failed_is_not_captured_twice(caplog: pytest.LogCaptureFixture) -> None:
-    forward = Forward(frozenset({5}))
-    shapes = captures_of(forward)
-    for _ in range(5):
-        assert shapes.of_size(5) is None
-        assert shapes.reason(PathPlan(5, None)) is MissReason.NOT_CAPTURED
-    assert forward.requested == [5]
-    assert "not this size" in shapes.refused[5]
-    assert shapes.graph_bytes == 0
-    assert replayed(shapes, 6) is not None
-    shapes.clear()
-    assert shapes.refused == {}
-    assert shapes.of_size(5) is None
-    assert forward.requested == [5, 6, 5]
-
-
 @pytest.mark.parametrize("where", ["request", "measure"])
-def test_whatever_a_capture_fails_with_is_remembered(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    forward = Forward()
-    shapes = captures_of(forward)
+def test_whatever_a_capture_fails_with_is_remembered_until_clear(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shapes = captures_of(Forward(frozenset({7})))
 
     def fail(*arguments: Any) -> None:
         raise ValueError("nobody expected this")
@@ -110,10 +97,14 @@ def test_whatever_a_capture_fails_with_is_remembered(where: str, monkeypatch: py
             patch.setattr(unpadded.BudgetLadder, "capture", fail)
         for _ in range(3):
             assert shapes.of_size(5) is None
+            assert shapes.reason(PathPlan(5, None)) is MissReason.NOT_CAPTURED
     assert shapes.refused == {5: "nobody expected this"}
     assert shapes.sizes == [] and shapes.generations == []
+    assert shapes.of_size(7) is None and "not this size" in shapes.refused[7]
     assert shapes.of_size(5) is None, "not tried again"
     assert replayed(shapes, 6) is not None
+    shapes.clear()
+    assert shapes.refused == {} and replayed(shapes, 5) is not None
 
 
 def test_the_least_recently_used_generation_is_evicted_as_a_whole() -> None:
@@ -219,16 +210,15 @@ def test_sglang_omni_523_limits_hold_and_results_are_right_whatever_comes(
 def test_what_a_device_measures_to_be_no_faster_stays_uncaptured(monkeypatch: pytest.MonkeyPatch) -> None:
     forward = Forward()
     shapes = captures_of(forward)
-    real: Callable[..., Any] = unpadded.BudgetLadder.capture
 
     def no_faster(ladder: Any, tokens: int) -> None:
         ladder.no_graph_needed.add(tokens)
 
-    monkeypatch.setattr(unpadded.BudgetLadder, "capture", no_faster)
-    for _ in range(3):
-        assert shapes.of_size(5) is None
-        assert shapes.reason(PathPlan(5, None)) is MissReason.EXACT_IS_FASTER
-    monkeypatch.setattr(unpadded.BudgetLadder, "capture", real)
+    with monkeypatch.context() as patch:
+        patch.setattr(unpadded.BudgetLadder, "capture", no_faster)
+        for _ in range(3):
+            assert shapes.of_size(5) is None
+            assert shapes.reason(PathPlan(5, None)) is MissReason.EXACT_IS_FASTER
     assert shapes.of_size(5) is None
     assert shapes.of_size(6) is not None
 
@@ -251,3 +241,36 @@ def test_a_capture_on_trial_is_kept_or_given_up(gains: bool) -> None:
     assert (evicting.sizes, evicting.on_trial) == ([6], set())
     evicting.conclude(5, gains=gains)
     assert evicting.sizes == [6]
+
+
+@pytest.mark.parametrize(
+    ("planned", "replay_ms", "uses"),
+    [
+        (PathPlan(96, 128), 3.0, 20),  # 3 - 2.5 ms a use
+        (PathPlan(64, 64), 3.0, None),  # no padding, nothing to gain
+        (PathPlan(10, 64), 3.0, None),  # no capture is known to be cheaper than the smallest
+        (PathPlan(128, None, MissReason.NOT_CAPTURED), 3.0, 5),  # 5 - 3 ms a use
+        (PathPlan(128, None, MissReason.UNSUPPORTED_INPUT), 3.0, None),
+        (PathPlan(0, 64), 3.0, None),
+        (PathPlan(128, None, MissReason.EXACT_IS_FASTER), 5.0, 20),  # no gain is foreseen: a tenth of 5 ms
+    ],
+)
+def test_a_count_is_due_once_it_has_cost_what_its_capture_would(
+    planned: PathPlan, replay_ms: float, uses: int | None
+) -> None:
+    shapes = captures_of(Forward())
+    costs = PathCosts(replay={64: 2.0, 128: replay_ms}, exact=((64, 4.0), (128, 5.0)), eager=((64, 9.0),))
+    shapes.use_costs(costs, capture_ms=10.0)
+    found = [shapes.find(planned, by_cost=True) is not None for _ in range(40)]
+    assert found == [uses is not None and number >= uses for number in range(1, 41)]
+
+
+def test_a_trial_keeps_what_only_a_replay_serves() -> None:
+    shapes = captures_of(Forward())
+    shapes.on_trial.add(80)
+
+    def refused() -> None:
+        raise InputError("only the tower's own forward is left")
+
+    assert shapes.keeps(80, lambda: None, refused)
+    assert not shapes.on_trial

@@ -239,7 +239,7 @@ def test_captures_and_replays_name_the_same_tensors(case: Case) -> None:
 
 
 @each_tower
-def test_pixels_are_not_joined_before_they_are_copied(case: Case) -> None:
+def test_found_e_pixels_are_not_joined_before_they_are_copied(case: Case) -> None:
     """A selection, in whatever order, is made of views of what the caller gave."""
     tower, inputs = case.tower, case.inputs
     batch, images = [*case.images, *case.videos], len(case.images)

@@ -5,11 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from fxsplit_encoder.errors import InputError
-from fxsplit_encoder.manager.manager import trace_line
 from fxsplit_encoder.planning.plan import Item
 from fxsplit_encoder.protocol import EncoderItemSpec
 from fxsplit_encoder.tuning.trace import Request, read_run, read_trace, trace_demands, traced_paths
@@ -82,7 +79,6 @@ def test_what_was_not_measured_is_not_known(tmp_path: Path) -> None:
 
 BAD: dict[str, tuple[list[Any], str]] = {
     "sizes alone": ([{"items": REQUEST["items"]}], "expected a run .* this file holds sizes alone"),
-    "no request": ([{"run": RUN}], "this file holds no request"),
     "a run that is none": ([{"run": 3}], "line 1, run.run: Input should be an object"),
     "a batch without paths": (
         [{"run": RUN}, {**REQUEST, "batches": [{"items": [0], "output_tokens": 1}]}],
@@ -93,9 +89,7 @@ BAD: dict[str, tuple[list[Any], str]] = {
         "default.costs.exact_ms: Field required",
     ),
     "no costs": ([{"run": with_costs({**COSTS, "exact_ms": {}})}], "exact_ms: .* at least 1 item"),
-    "costs below zero": ([{"run": with_costs({**COSTS, "exact_ms": {"6": -1}})}], "6: .* greater than 0"),
     "costs that are none": ([{"run": with_costs({**COSTS, "exact_ms": {"6": True}})}], "6: .* valid number"),
-    "tokens that are none": ([{"run": with_costs({**COSTS, "not_kept_from": True})}], "valid integer"),
 }
 
 
@@ -106,13 +100,6 @@ def test_what_is_no_run_is_named(name: str, tmp_path: Path) -> None:
         read_run(write(tmp_path / "bad.jsonl", *lines))
 
 
-counts = st.integers(0, 10_000)
-specs = st.builds(EncoderItemSpec, counts, counts, st.dictionaries(st.text(max_size=8), counts, max_size=2))
-items = st.lists(
-    st.builds(lambda spec, segments: Item(spec, segments=segments), specs, st.integers(0, 64)), max_size=4
-)
-
-
 def request(*tokens: int) -> Request:
     return tuple(Item(EncoderItemSpec(4 * n, n)) for n in tokens)
 
@@ -121,32 +108,15 @@ def two_path_request(*tokens: tuple[int, int]) -> Request:
     return tuple(Item(EncoderItemSpec(4 * (a + b), a + b, {"global": a, "local": b})) for a, b in tokens)
 
 
-@pytest.mark.slow
-@settings(max_examples=50)
-@given(st.lists(items, max_size=5))
-def test_what_was_written_is_read(
-    tmp_path_factory: pytest.TempPathFactory, written: list[list[Item]]
-) -> None:
-    path = tmp_path_factory.getbasetemp() / "written.jsonl"
-    path.write_text("".join(map(trace_line, written)), encoding="utf-8")
-    assert read_trace(path).planned() == list(map(tuple, written))
-
-
 GOOD = '{"items": [{"input_size": 4, "output_tokens": 1}]}'
 BAD_LINES = {
     "{": "Invalid JSON",
-    "3": "request: Input should be an object; got 3",
     "{}": "request.items: Field required; got {}",
     '{"items": [], "time": 3}': "request.time: Extra inputs are not permitted; got 3",
-    '{"items": 3}': "request.items: Input should be a valid array; got 3",
     '{"items": [{"input_size": 4}]}': "request.items.0.output_tokens: Field required",
-    '{"items": [{"input_size": 4, "output_tokens": "1"}]}': (
-        "request.items.0.output_tokens: Input should be a valid integer; got '1'"
-    ),
     '{"items": [{"input_size": 4, "output_tokens": 1, "segment": 2}]}': (
         "request.items.0.segment: Extra inputs are not permitted"
     ),
-    '{"items": [{"input_size": -1, "output_tokens": 1}]}': "should be greater than or equal to 0",
     '{"items": [{"input_size": 4, "output_tokens": 1, "path_output_tokens": {"a": 1.5}}]}': (
         "request.items.0.path_output_tokens.a: Input should be a valid integer"
     ),

@@ -216,9 +216,6 @@ def test_no_budget_is_smaller_than_the_items_of_a_batch() -> None:
     assert tuning.config.max_items_per_batch == 12
 
 
-# --- whether it is worth it
-
-
 NEARLY_EQUAL = BatchCosts(rising({0: 10.0, 1000: 1010.0}), rising({0: 200.0, 500: 520.0, 1000: 1025.0}))
 """At 500 tokens and more a replay gains less than 2 %."""
 
@@ -284,3 +281,43 @@ def test_what_cannot_be_tuned_is_named() -> None:
         tune_trace([request(10)], LadderLimits(1), costs={"local": BatchCosts()})
     with pytest.raises(InputError, match="at least one item that has output tokens"):
         tune_trace([request()], LadderLimits(1))
+
+
+# --- curves of costs
+
+
+def test_a_curve_is_straight_between_its_points() -> None:
+    curve = rising({200: 4.0, 100: 2.0, 400: 5.0})
+    np.testing.assert_allclose(curve([100, 150, 200, 300, 400]), [2, 3, 4, 4.5, 5])
+    np.testing.assert_allclose(curve([0, 99]), 2)  # below the first point a replay costs its launches
+    np.testing.assert_allclose(curve([600, 800]), [6, 7])  # the last slope goes on
+    assert rising({100: 2.0})(5000) == 100.0  # a single point is taken in proportion
+    assert rising({0: 2.0})(5000) == 2.0
+
+
+@given(
+    st.dictionaries(st.integers(0, 5000), st.floats(0.01, 100), min_size=1, max_size=6),
+    st.lists(st.integers(0, 10_000), min_size=2, max_size=20),
+)
+def test_more_tokens_never_cost_less(points: dict[int, float], tokens: list[int]) -> None:
+    costs = rising(points)(sorted(tokens))
+    assert (np.diff(costs) >= -1e-9 * costs[:-1]).all()
+
+
+@given(
+    st.dictionaries(st.integers(0, 8), st.integers(1, 9).map(float), min_size=1, max_size=5),
+    st.lists(st.integers(1, 20), min_size=1, max_size=9),
+)
+def test_the_planner_prices_batches_by_the_same_curves(points: dict[int, float], tokens: list[int]) -> None:
+    curve = rising(points)
+    path_costs = BatchCosts(curve, curve).of_ladder(sorted(set(tokens)))
+    for count in tokens:
+        assert path_costs.replay[count] == pytest.approx(float(curve(count)))
+        assert path_costs.exact_curve.at(count) == pytest.approx(float(curve(count)))
+
+
+def test_budgets_are_kept_where_a_replay_gains() -> None:
+    costs = BatchCosts(rising({100: 1.0, 200: 2.0}), rising({100: 2.0, 200: 2.04}))
+    assert costs.keeps(np.array([50, 100, 150, 200])).tolist() == [True, True, True, False]
+    measured = MeasuredCosts(replay_ms={100: 1.0, 200: 2.0}, exact_ms={100: 9.0}, not_kept_from=150)
+    assert measured.curves().keeps(np.array([100, 150, 200])).tolist() == [True, False, False]
