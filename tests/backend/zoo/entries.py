@@ -37,7 +37,6 @@ class Entry:
         warmup: with what inputs the module is warmed up, any of several words.
         step: what a number of tokens is a multiple of.
         least: the fewest tokens.
-        counts: if any, all numbers of tokens that are drawn.
         runs: how often it is drawn at least, in one dtype after the other.
     """
 
@@ -48,7 +47,6 @@ class Entry:
     warmup: str = "none zeros ones random"
     step: int = 1
     least: int = 0
-    counts: tuple[int, ...] = ()
     runs: int = 1
 
 

@@ -58,7 +58,6 @@ INPUTS: dict[str, Input] = {
     "positions": Input(integers(3, 50)),
     "flag": Input(lambda n, dtype, g: torch.rand((), generator=g) > 0.2, ()),
     "quarter": Input(_normal_rows(lambda n: n // 4)),
-    "square": Input(normal(-1, -1), (0, 1)),
     "tiles": Input(normal(-1, 5, WIDTH)),
 }
 

@@ -47,11 +47,11 @@ def draw(name: str, entry: Entry, number: int) -> Case:
     """A case for an entry, the same one for the same name and number; the dtypes take turns."""
     rng = random.Random(f"{name} {number}")
     dtype = DTYPES[(len(name) + number) % 2]
-    warmup = "none" if entry.counts else rng.choice(entry.warmup.split())
+    warmup = rng.choice(entry.warmup.split())
     # The default ladder is too long to be captured as a whole.
-    own_ladder = bool(entry.counts) or (warmup == "none" and rng.random() < 0.2)
+    own_ladder = warmup == "none" and rng.random() < 0.2
     budgets = DEFAULT_LADDER if own_ladder else rng.choice(LADDERS)
-    counts = rng.choices(entry.counts, k=4) if entry.counts else _draw_counts(rng, entry, budgets)
+    counts = _draw_counts(rng, entry, budgets)
     layout = rng.choice(entry.layout.split())
     return Case(
         layout="sequence" if layout == "dense" and rng.random() < 0.05 else layout,
