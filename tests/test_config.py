@@ -17,8 +17,6 @@ from fxsplit_encoder.config import (
 )
 from fxsplit_encoder.errors import ConfigError
 
-SHIPPED = sorted((Path(__file__).parents[1] / "configs").glob("*.yaml"))
-
 # The keyword arguments, and what the message must contain beside the word "allowed": the field, what was
 # got, and what would be right.
 BAD: list[tuple[dict[str, Any], tuple[str, ...]]] = [
@@ -92,15 +90,6 @@ def test_every_field_is_described() -> None:
     for model in (EncoderConfig, PathConfig):
         for name, field in model.model_fields.items():
             assert field.description, f"{model.__name__}.{name}"
-
-
-@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)
-def test_shipped_configurations_are_valid(path: Path) -> None:
-    loaded = EncoderConfig.from_yaml(path)
-    assert set(yaml.safe_load(path.read_text())) == loaded.model_fields_set
-    ladders = [loaded.token_budgets, *(each.token_budgets for each in loaded.paths.values())]
-    assert loaded.max_items_per_batch > 0
-    assert all(budgets[0] >= loaded.max_items_per_batch for budgets in ladders if budgets)
 
 
 def test_yaml_sets_every_kind_of_field(yaml_file: Callable[[str], Path]) -> None:

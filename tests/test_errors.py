@@ -6,7 +6,7 @@ from importlib import metadata
 import pytest
 
 from fxsplit_encoder import errors
-from fxsplit_encoder.errors import ConfigError, FxSplitError, MissingExtraError
+from fxsplit_encoder.errors import FxSplitError, MissingExtraError
 
 
 def drawn() -> dict[str, tuple[type, ...]]:
@@ -25,12 +25,6 @@ def drawn() -> dict[str, tuple[type, ...]]:
 def test_tree_is_as_drawn_and_drawn_whole() -> None:
     defined = {name: value.__bases__ for name, value in vars(errors).items() if isinstance(value, type)}
     assert defined == {"FxSplitError": (Exception,), **drawn()}
-
-
-def test_config_error_shows_each_problem_on_a_line() -> None:
-    error = ConfigError("mode: bad", "debug: bad")
-    assert error.problems == ("mode: bad", "debug: bad")
-    assert str(error) == "mode: bad\ndebug: bad"
 
 
 def test_missing_extra_names_the_command_and_survives_pickling() -> None:
@@ -63,8 +57,3 @@ def test_missing_extra_of_a_package_that_pip_did_not_install(monkeypatch: pytest
 
     monkeypatch.setattr(metadata, "requires", requires)
     assert str(MissingExtraError("wrap", "hf")).endswith("pip install 'WHEEL_OR_CHECKOUT[hf]'")
-
-
-def test_connector_error_says_whether_to_try_again_and_survives_pickling() -> None:
-    error = pickle.loads(pickle.dumps(errors.ConnectorError("item 0: too slow", "timeout", True)))
-    assert (str(error), error.kind, error.retryable) == ("item 0: too slow", "timeout", True)

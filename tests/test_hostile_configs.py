@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import tracemalloc
-from collections import UserDict
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
@@ -16,13 +15,9 @@ import yaml
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.backend.dispatch import dispatchers
-from fxsplit_encoder.cli.document import Document
-from fxsplit_encoder.cli.inspection import run_inspect
 from fxsplit_encoder.errors import ConfigError
 from fxsplit_encoder.manager.path_forward import PathForward
 from tests.small_tower import FEATURES, SmallAdapter, SmallTower
-
-from .cli.test_inspection import Blocks, Family
 
 MEBIBYTE = 1 << 20
 MILLION = 10**6
@@ -178,18 +173,6 @@ def test_values_are_refused_by_name(label: str) -> None:
         assert_refused(lambda: fx.EncoderConfig().replace(**values), message)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"config": ["mode"] * MILLION}, "values or more|^config: "),
-        ({"config": Raises()}, "^config: .*an object of Raises"),
-        ({"config": UserDict(mod="full")}, "^mod: unknown option; did you mean mode"),
-    ],
-)
-def test_options_are_refused_by_name(options: dict[str, Any], message: str) -> None:
-    assert_refused(lambda: fx.EncoderConfig.from_options(options), message)
-
-
 # --- budgets that no memory holds
 
 
@@ -237,20 +220,6 @@ def test_what_the_message_allows_is_taken(tiny_towers: Any, monkeypatch: pytest.
 def test_ordinary_budgets_are_not_tried_out(made: list[int], tiny_towers: Any) -> None:
     fx.EncoderCudaGraphManager(tiny_towers.wrapped)
     assert made == []
-
-
-def test_inspect_refuses_such_a_budget_and_traces_small_ones(
-    made: list[int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("fxsplit_encoder.cli.inspection.describe_tower", lambda tower: "3 blocks")
-    monkeypatch.setattr("fxsplit_encoder.manager.generation.memory_of", lambda device: 16 * 2**30)
-    blocks, family = Blocks(None).eval(), Family()
-    too_large = fx.EncoderConfig(token_budgets=(2**31 - 1,))
-    assert_refused(lambda: run_inspect(blocks, family, too_large, Document()), "^token_budgets: 2147483647")  # type: ignore[arg-type]
-    made.clear()
-    run_inspect(blocks, family, fx.EncoderConfig(token_budgets=(10**6,), max_items_per_batch=9), Document())  # type: ignore[arg-type]
-    assert "1000000" in capsys.readouterr().out
-    assert made and max(made) <= 64
 
 
 def test_the_backend_drops_such_a_budget_with_its_reason(fresh_dynamo: None) -> None:

@@ -14,37 +14,23 @@ from fxsplit_encoder.protocol import (
 
 # Models are called with these names by keyword, so each is part of the interface.
 PARAMETERS = {
-    "get_encoder_cudagraph_config": [],
-    "get_input_modality": ["mm_kwargs"],
-    "get_max_frames_per_video": [],
-    "get_encoder_cudagraph_budget_range": ["vllm_config"],
-    "get_encoder_cudagraph_item_specs": ["mm_kwargs"],
-    "select_encoder_cudagraph_items": ["mm_kwargs", "indices"],
-    "prepare_encoder_cudagraph_capture_inputs": [
-        "token_budget",
-        "max_batch_size",
-        "max_frames_per_batch",
-        "device",
-        "dtype",
-        "path='default'",
-        "axis_keys=None",
-    ],
-    "prepare_encoder_cudagraph_replay_buffers": [
-        "mm_kwargs",
-        "max_batch_size",
-        "max_frames_per_batch",
-        "path='default'",
-    ],
-    "encoder_cudagraph_forward": ["inputs", "path='default'"],
-    "encoder_eager_forward": ["mm_kwargs", "path='default'"],
-    "postprocess_encoder_output": [
-        "outputs",
-        "indices",
-        "per_item_out_tokens",
-        "dest",
-        "clone=False",
-        "batch_mm_kwargs=None",
-    ],
+    "get_encoder_cudagraph_config": "",
+    "get_input_modality": "mm_kwargs",
+    "get_max_frames_per_video": "",
+    "get_encoder_cudagraph_budget_range": "vllm_config",
+    "get_encoder_cudagraph_item_specs": "mm_kwargs",
+    "select_encoder_cudagraph_items": "mm_kwargs, indices",
+    "prepare_encoder_cudagraph_capture_inputs": (
+        "token_budget, max_batch_size, max_frames_per_batch, device, dtype, path='default', axis_keys=None"
+    ),
+    "prepare_encoder_cudagraph_replay_buffers": (
+        "mm_kwargs, max_batch_size, max_frames_per_batch, path='default'"
+    ),
+    "encoder_cudagraph_forward": "inputs, path='default'",
+    "encoder_eager_forward": "mm_kwargs, path='default'",
+    "postprocess_encoder_output": (
+        "outputs, indices, per_item_out_tokens, dest, clone=False, batch_mm_kwargs=None"
+    ),
 }
 
 
@@ -54,10 +40,10 @@ def stranger(*without: str) -> object:
     return SimpleNamespace(**{name: value for name, value in names.items() if name not in without})
 
 
-def parameters(method: Callable[..., object]) -> list[str]:
+def parameters(method: Callable[..., object]) -> str:
     """The names after self, each with its default."""
     every = list(inspect.signature(method).parameters.values())[1:]
-    return [p.name if p.default is p.empty else f"{p.name}={p.default!r}" for p in every]
+    return ", ".join(p.name if p.default is p.empty else f"{p.name}={p.default!r}" for p in every)
 
 
 def test_methods_have_the_agreed_names_and_parameters() -> None:

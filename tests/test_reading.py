@@ -7,32 +7,8 @@ import pytest
 import torch
 
 import fxsplit_encoder as fx
-from fxsplit_encoder.caching import read_once, reading_once
 
 from .small_tower import SmallAdapter
-
-
-def test_what_was_read_is_remembered_inside_alone() -> None:
-    read: list[int] = []
-
-    def reading(number: int) -> int:
-        read.append(number)
-        return number
-
-    given = object()
-    for number in (1, 2):  # outside
-        assert read_once("a", given, lambda number=number: reading(number)) == number
-    with reading_once():
-        assert [read_once("a", given, lambda number=number: reading(number)) for number in (3, 4)] == [3, 3]
-        assert read_once("b", given, lambda: reading(5)) == 5
-        assert read_once("a", object(), lambda: reading(6)) == 6
-        with reading_once():
-            assert read_once("a", given, lambda: reading(7)) == 7
-        assert read_once("a", given, lambda: reading(8)) == 3
-    with reading_once(), pytest.raises(KeyError):
-        read_once("a", given, lambda: {}["nothing"])
-    assert read_once("a", given, lambda: reading(9)) == 9
-    assert read == [1, 2, 3, 5, 6, 7, 9]
 
 
 def test_grids_are_read_once_a_request_and_never_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:

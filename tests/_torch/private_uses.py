@@ -31,6 +31,10 @@ def _is_private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__")
 
 
+def _is_list(argument: ast.expr) -> bool:
+    return isinstance(argument, ast.Starred)
+
+
 def own_names(trees: Iterable[ast.AST]) -> frozenset[str]:
     """Every private name that the package itself gives to something."""
     names = {name for tree in trees for node in ast.walk(tree) if (name := _defined(node))}
@@ -50,17 +54,24 @@ def _defined(node: ast.AST) -> str | None:
     return None
 
 
-def private_uses(tree: ast.Module, own: frozenset[str]) -> set[str]:
-    """What of other packages' private parts a file uses, as dotted names, or `._name` of some object."""
+Call = tuple[str, int, tuple[str, ...]]
+"""What is called, with how many arguments by position, and with which by name."""
+
+
+def private_uses(tree: ast.Module, own: frozenset[str]) -> tuple[set[str], set[Call]]:
+    """What of other packages' private parts a file uses, as dotted names, or `._name` of some object; and how
+    names that are imported, private or not, are called, but for arguments that are given as a list.
+    """
     finder = _Finder(own)
     finder.visit(tree)
-    return finder.uses
+    return finder.uses, finder.calls
 
 
 class _Finder(ast.NodeVisitor):
     def __init__(self, own: frozenset[str]) -> None:
         self.own = own
         self.uses: set[str] = set()
+        self.calls: set[Call] = set()
         self.imported: dict[str, str] = {}
         """Local names of what is imported, or of its parts, and their dotted names."""
 
@@ -98,6 +109,9 @@ class _Finder(ast.NodeVisitor):
         called = self._dotted(node.func)
         if called is not None and called.startswith(_OPS):
             self._note_dotted(called)
+        keywords = [keyword.arg for keyword in node.keywords]
+        if called is not None and None not in keywords and not any(map(_is_list, node.args)):
+            self.calls.add((called, len(node.args), tuple(map(str, keywords))))
         match node:
             case ast.Call(func=ast.Name(id=name), args=[owner, ast.Constant(value=str(attribute)), *_]):
                 if name in _BY_NAME:

@@ -1,16 +1,19 @@
-"""Capture requests of plain functions, as programs of one piece."""
+"""Capture requests of plain functions, as programs of one piece; and CUDA as far as captures go."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+import pytest
 import torch
 
 from fxsplit_encoder.capture.buffers import StaticBuffer
 from fxsplit_encoder.capture.forward import CaptureRequest, ProgramBody
 from fxsplit_encoder.capture.inputs import StaticInputs
 from fxsplit_encoder.capture.parameters import StaticParameters
+from fxsplit_encoder.capture.pool import GraphPool
 from fxsplit_encoder.compile.branches import Step
 from fxsplit_encoder.compile.padding import PaddingReport
 from fxsplit_encoder.compile.program import Bindings, Program, Ref
@@ -72,3 +75,71 @@ def request_of(
 ) -> CaptureRequest:
     """The request of a body over some static inputs."""
     return CaptureRequest(StaticInputs(buffers), body, StaticParameters([]), rows, **fields)
+
+
+class FakeCuda:
+    """What happens to graphs and streams is noted; a graph ends only on the stream that it began on."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.events: list[str] = []
+        self.current = FakeStream(self, "stream")
+        self.capturing: list[FakeStream] = []
+        """The streams on which graphs have begun."""
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: FakeGraph(self))
+        monkeypatch.setattr(torch.cuda, "Event", lambda: FakeEvent(self))
+        monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device=None: 100)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: self.current)
+        monkeypatch.setattr(torch.cuda, "stream", self.entered)
+
+    @contextlib.contextmanager
+    def entered(self, stream: FakeStream | None) -> Iterator[None]:
+        before, self.current = self.current, stream or self.current
+        try:
+            yield
+        finally:
+            self.current = before
+
+    def pool(self, stream: Any = None) -> GraphPool:
+        """A pool that takes the path of a device."""
+        pool = GraphPool(CPU, stream=stream)
+        pool.is_cuda = True
+        return pool
+
+
+class FakeStream:
+    def __init__(self, cuda: FakeCuda, name: str) -> None:
+        self.cuda, self.name = cuda, name
+
+    def wait_stream(self, other: object) -> None: ...
+
+    def wait_event(self, event: object) -> None:
+        self.cuda.events.append(f"{self.name} waits")
+
+    def synchronize(self) -> None:
+        self.cuda.events.append("synchronize")
+
+
+class FakeEvent:
+    def __init__(self, cuda: FakeCuda) -> None:
+        self.cuda = cuda
+
+    def record(self, stream: FakeStream) -> None:
+        self.cuda.events.append(f"record {stream.name}")
+
+
+class FakeGraph:
+    def __init__(self, cuda: FakeCuda) -> None:
+        self.cuda = cuda
+
+    def capture_begin(self, **_: object) -> None:
+        self.cuda.events.append("begin")
+        self.cuda.capturing.append(self.cuda.current)
+
+    def capture_end(self) -> None:
+        if self.cuda.capturing[-1] is not self.cuda.current:
+            raise RuntimeError("Capture must end on the same stream it began on.")
+        self.cuda.events.append("end")
+        self.cuda.capturing.pop()
+
+    def replay(self) -> None:
+        self.cuda.events.append("replay")

@@ -8,25 +8,6 @@ import torch
 from fxsplit_encoder.capture.pool import GraphPool
 
 
-def test_only_one_thread_replays_at_a_time() -> None:
-    shared, inside, most = GraphPool(torch.device("cpu")), [0], [0]
-
-    def work() -> None:
-        for _ in range(20):
-            with shared.replaying():
-                inside[0] += 1
-                most[0] = max(most[0], inside[0])
-                time.sleep(0.0005)
-                inside[0] -= 1
-
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert most == [1]
-
-
 def test_a_capture_keeps_out_replays_of_other_threads() -> None:
     shared, order = GraphPool(torch.device("cpu")), []
 

@@ -34,7 +34,7 @@ from fxsplit_encoder.manager import path as path_module
 from ..backend.towers import Attention
 from ..dispatched import Dispatched
 from ..small_tower import FEATURES, SmallAdapter, SmallTower
-from .bodies import body_calling, body_of, piece, request_of
+from .bodies import FakeCuda, FakeStream, body_calling, body_of, piece, request_of
 
 Manager = fx.EncoderCudaGraphManager
 
@@ -453,52 +453,16 @@ def test_rule_7_results_survive_later_replays(mode: str, managers: Any, make_bat
 # --- 8: nothing compiles or allocates lazily inside a capture. On a device: tests/gpu/test_lazy_kernels.py.
 
 
-class Events(list[str]):
-    capturing = False
-
-
 @pytest.fixture
-def device_pool(monkeypatch: pytest.MonkeyPatch) -> tuple[GraphPool, Events]:
-    """A pool that takes the path of a device, and what happens to its graphs and streams."""
-    events = Events()
-
-    class Graph:
-        def capture_begin(self, **kwargs: Any) -> None:
-            events.append("begin")
-            events.capturing = True
-
-        def capture_end(self) -> None:
-            events.append("end")
-            events.capturing = False
-
-        def replay(self) -> None:
-            events.append("replay")
-
-    class Event:
-        def record(self, stream: Any) -> None:
-            events.append(f"record {stream}")
-
-    class Stream(str):
-        def wait_event(self, event: Any) -> None:
-            events.append(f"{self} waits")
-
-        def synchronize(self) -> None:
-            events.append("synchronize")
-
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device=None: 100)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: Stream("stream"))
-    pool = GraphPool(torch.device("cpu"))
-    pool.is_cuda = True
-    return pool, events
+def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+    return FakeCuda(monkeypatch)
 
 
 class LazyLayers:
     """Three layers whose kernels are compiled at their first call, which no capture survives."""
 
-    def __init__(self, events: Events) -> None:
-        self.events = events
+    def __init__(self, cuda: FakeCuda) -> None:
+        self.cuda = cuda
         self.compiled: set[int] = set()
 
     def body(self) -> ProgramBody:
@@ -510,18 +474,17 @@ class LazyLayers:
 
     def run_layer(self, layer: int, x: Tensor) -> tuple[Tensor]:
         if layer not in self.compiled:
-            if self.events.capturing:
+            if self.cuda.capturing:
                 raise RuntimeError(f"layer {layer} compiles inside the capture")
             self.compiled.add(layer)
-        self.events.append(f"layer {layer}")
+        self.cuda.events.append(f"layer {layer}")
         return (x + 1,)
 
 
-def test_rule_8_sglang_17871_sglang_19490_every_layer_runs_before_the_capture(device_pool: Any) -> None:
-    pool, events = device_pool
-    CapturedForward(request_of(LazyLayers(events).body()), "full", pool).record()
+def test_rule_8_sglang_17871_sglang_19490_every_layer_runs_before_the_capture(cuda: FakeCuda) -> None:
+    CapturedForward(request_of(LazyLayers(cuda).body()), "full", cuda.pool()).record()
     depth = ["layer 0", "layer 1", "layer 2"]
-    assert events == [*depth, *depth, "synchronize", "begin", *depth, "end"]
+    assert cuda.events == [*depth, *depth, "synchronize", "begin", *depth, "end"]
 
 
 # --- 9: a budget that cannot be captured is dropped with a reason; the others serve
@@ -581,17 +544,16 @@ def test_rule_9_static_inputs_that_do_not_fit_drop_the_budget() -> None:
     assert ladder.dropped == {8: "no room for the inputs"}
 
 
-def test_rule_9_a_failed_capture_for_one_segment_keeps_the_general_one(device_pool: Any) -> None:
-    pool, events = device_pool
+def test_rule_9_a_failed_capture_for_one_segment_keeps_the_general_one(cuda: FakeCuda) -> None:
 
     def fail() -> Any:
         raise torch.OutOfMemoryError("no more")
 
     def request(budget: int) -> CaptureRequest:
-        layers = LazyLayers(events).body()
+        layers = LazyLayers(cuda).body()
         return request_of(layers, single_segment=lambda: request_of(body_calling(fail)))
 
-    ladder = BudgetLadder(request, "full", pool)
+    ladder = BudgetLadder(request, "full", cuda.pool())
     captured = ladder.capture(4)
     assert captured is not None
     assert not ladder.dropped
@@ -671,17 +633,12 @@ def test_rule_10_warming_up_the_backend_begins_with_the_largest(
     assert [rows for _, rows in pool_events if rows != "retire"] == [16, 4, 2]
 
 
-def test_replays_on_two_streams_are_ordered_even_after_a_failure(
-    device_pool: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pool, events = device_pool
-    stream = torch.cuda.current_stream()
+def test_replays_on_two_streams_are_ordered_even_after_a_failure(cuda: FakeCuda) -> None:
+    pool, events = cuda.pool(), cuda.events
     with pool.replaying():
         events.append("first")
     with pytest.raises(KeyError), pool.replaying():
         raise KeyError
-    other = type(stream)("other")
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: other)
-    with pool.replaying():
+    with cuda.entered(FakeStream(cuda, "other")), pool.replaying():
         events.append("second")
     assert events == ["first", "record stream", "record stream", "other waits", "second", "record other"]

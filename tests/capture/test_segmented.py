@@ -1,8 +1,6 @@
 from __future__ import annotations
 
-import contextlib
 import operator
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,7 +13,7 @@ from fxsplit_encoder.compile.program import Ref
 from fxsplit_encoder.errors import CaptureError
 from fxsplit_encoder.kernels.attention import KnownSegments, varlen_attention
 
-from .bodies import body_of, piece, request_of, split
+from .bodies import FakeCuda, FakeStream, body_of, piece, request_of, split
 
 
 @pytest.fixture
@@ -118,61 +116,21 @@ def test_live_segments_are_those_of_one_batch() -> None:
     assert (live.of(captured), live.rows) == (None, None)
 
 
-class Streams:
-    """CUDA as far as a capture's streams go: a graph ends only on the stream that it began on."""
-
-    class Stream:
-        def wait_stream(self, other: object) -> None: ...
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.current: object = self.Stream()
-        self.open: list[object] = []
-        streams = self
-
-        class Graph:
-            def capture_begin(self, **_: object) -> None:
-                streams.open.append(streams.current)
-
-            def capture_end(self) -> None:
-                if streams.open[-1] is not streams.current:
-                    raise RuntimeError("Capture must end on the same stream it began on.")
-                streams.open.pop()
-
-            def replay(self) -> None: ...
-
-        monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
-        monkeypatch.setattr(torch.cuda, "stream", self.stream)
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: self.current)
-
-    @contextlib.contextmanager
-    def stream(self, stream: object) -> Iterator[None]:
-        before, self.current = self.current, stream
-        try:
-            yield
-        finally:
-            self.current = before
-
-    def pool(self) -> GraphPool:
-        pool = GraphPool(torch.device("cpu"), stream=self.Stream())  # type: ignore[arg-type]
-        pool.is_cuda = True
-        return pool
-
-
-def a_break_there(capture: SegmentedCapture, streams: Streams) -> None:
-    with streams.stream(Streams.Stream()):
+def a_break_there(capture: SegmentedCapture, cuda: FakeCuda) -> None:
+    with cuda.entered(FakeStream(cuda, "other")):
         capture.eager(lambda: None)
 
 
-def a_break_that_leaves_it_current(capture: SegmentedCapture, streams: Streams) -> None:
+def a_break_that_leaves_it_current(capture: SegmentedCapture, cuda: FakeCuda) -> None:
     def leave() -> None:
-        streams.current = Streams.Stream()
+        cuda.current = FakeStream(cuda, "other")
 
     capture.eager(leave)
     capture.captured(torch.neg, torch.ones(2))
 
 
-def an_end_there(capture: SegmentedCapture, streams: Streams) -> None:
-    streams.current = Streams.Stream()
+def an_end_there(capture: SegmentedCapture, cuda: FakeCuda) -> None:
+    cuda.current = FakeStream(cuda, "other")
 
 
 @pytest.mark.parametrize("captured", [SegmentedCapture, BreakableCUDAGraphCapture])
@@ -180,10 +138,10 @@ def an_end_there(capture: SegmentedCapture, streams: Streams) -> None:
 def test_another_stream_is_refused_and_the_graph_ends_on_its_own(
     captured: type[SegmentedCapture], wrong: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    streams = Streams(monkeypatch)
-    capture = captured(streams.pool())
+    cuda = FakeCuda(monkeypatch)
+    capture = captured(cuda.pool(FakeStream(cuda, "own")))
     with pytest.raises(CaptureError, match="another stream"), capture:
         capture.captured(torch.neg, torch.ones(2))
-        wrong(capture, streams)
-    assert streams.open == []
+        wrong(capture, cuda)
+    assert cuda.capturing == []
     assert capture.segments == []

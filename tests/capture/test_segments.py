@@ -52,9 +52,6 @@ def test_padded_lengths_are_kept_for_captures_of_the_same_size() -> None:
     assert pad_cu_seqlens(cumulative([3, 4]), 5, 9) is kept
     assert pad_cu_seqlens(cumulative([3, 4]), 6, 9).tolist() == [0, 3, 7, 7, 7, 7]
     assert kept.tolist() == [0, 3, 7, 7, 7]
-    for _ in range(2):
-        with pytest.raises(ReplayError, match="2 segments over 7 rows do not fit"):
-            pad_cu_seqlens(cumulative([3, 4]), 5, 6)
     with torch.inference_mode():
         assert not pad_cu_seqlens(cumulative([1]), 2, 1).is_inference()
 

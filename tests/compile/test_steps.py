@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -9,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fxsplit_encoder.compile import branches
+from fxsplit_encoder._torch import streams as streams_module
 from fxsplit_encoder.compile.branches import Step, StepBranches
 from fxsplit_encoder.compile.build import slots_in, with_frees, with_joins
 from fxsplit_encoder.compile.program import Ref
@@ -55,69 +57,77 @@ def test_nothing_is_read_too_early_or_freed_too_soon(steps: list[Step], data: st
     assert set(range(len(steps) + 1)) - kept - freed <= touched_beside
 
 
-# --- how they are run
+# --- how they are run: on streams that only take notes
 
-CPU = torch.device("cpu")
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 
-class NotedBranch:
-    notes: list[str]
+class FakeStreams:
+    """Stands for `torch.cuda` and a GPU's streams: who waited for whom is noted."""
 
-    def __init__(self, device: torch.device, purpose: str) -> None:
-        self.purpose = purpose
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+        self.current = FakeStream(self, "main")
 
-    def fork(self) -> None:
-        self.notes.append(f"fork {self.purpose}")
+    def sibling(self, main: FakeStream, purpose: str) -> FakeStream:
+        return FakeStream(self, purpose)
 
-    def join(self) -> None:
-        self.notes.append(f"join {self.purpose}")
+    @contextmanager
+    def entered(self, stream: FakeStream) -> Iterator[None]:
+        before, self.current = self.current, stream
+        yield
+        self.current = before
 
-    def __enter__(self) -> None:
-        self.notes.append(f"enter {self.purpose}")
 
-    def __exit__(self, *raised: object) -> None:
-        self.notes.append(f"leave {self.purpose}")
+class FakeStream:
+    def __init__(self, streams: FakeStreams, name: str) -> None:
+        self.streams, self.name, self.device = streams, name, GPU
+
+    def wait_stream(self, other: FakeStream) -> None:
+        self.streams.notes.append(f"{self.name} waits for {other.name}")
 
 
 @pytest.fixture
-def notes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    NotedBranch.notes = []
-    monkeypatch.setattr(branches, "Branch", NotedBranch)
-    return NotedBranch.notes
+def streams(monkeypatch: pytest.MonkeyPatch) -> FakeStreams:
+    fakes = FakeStreams()
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: fakes.current)
+    monkeypatch.setattr(torch.cuda, "stream", fakes.entered)
+    monkeypatch.setattr(streams_module, "capture_streams", lambda device: fakes)
+    return fakes
 
 
-def step(name: str, notes: list[str], kind: str = "piece", **marks: bool) -> Step:
+def step(name: str, streams: FakeStreams, kind: str = "piece", **marks: bool) -> Step:
     def call(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        notes.append(name)
+        streams.notes.append(f"{name} on {streams.current.name}")
         return (name, args, kwargs)
 
     return Step(kind, name, call, (), {}, (), False, **marks)
 
 
-def test_steps_are_placed_as_they_are_marked(notes: list[str]) -> None:
-    run = StepBranches(CPU)
-    assert run.placed(step("first", notes))(1, a=2) == ("first", (1,), {"a": 2})
-    assert run.placed(step("aside", notes, beside=True))(3, b=4) == ("aside", (3,), {"b": 4})
-    run.placed(step("next", notes))()
-    run.placed(step("aside 2", notes, beside=True))()
-    assert run.placed(step("reads", notes, joins=True))(5, c=6) == ("reads", (5,), {"c": 6})
-    run.placed(step("reads again", notes, joins=True))()
+def test_steps_are_placed_as_they_are_marked(streams: FakeStreams) -> None:
+    run = StepBranches(GPU)
+    assert run.placed(step("first", streams))(1, a=2) == ("first", (1,), {"a": 2})
+    assert run.placed(step("aside", streams, beside=True))(3, b=4) == ("aside", (3,), {"b": 4})
+    run.placed(step("next", streams))()
+    run.placed(step("aside 2", streams, beside=True))()
+    assert run.placed(step("reads", streams, joins=True))(5, c=6) == ("reads", (5,), {"c": 6})
+    run.placed(step("reads again", streams, joins=True))()
     run.join()
-    run.placed(step("aside 3", notes, beside=True))()
+    run.placed(step("aside 3", streams, beside=True))()
     run.join()
     run.join()
-    assert notes == [
-        *("first", "fork steps", "enter steps", "aside", "leave steps"),
-        *("next", "fork steps", "enter steps", "aside 2", "leave steps"),
-        *("join steps", "reads", "reads again"),
-        *("fork steps", "enter steps", "aside 3", "leave steps", "join steps"),
+    assert streams.notes == [
+        *("first on main", "steps waits for main", "aside on steps"),
+        *("next on main", "steps waits for main", "aside 2 on steps"),
+        *("main waits for steps", "reads on main", "reads again on main"),
+        *("steps waits for main", "aside 3 on steps", "main waits for steps"),
     ]
 
 
-def test_between_graphs_every_step_runs_in_order(notes: list[str]) -> None:
-    run = StepBranches(CPU, active=False)
-    for each in (step("aside", notes, beside=True), step("reads", notes, joins=True)):
-        assert run.placed(each) is each.call
+@pytest.mark.parametrize(("device", "active"), [(GPU, False), (CPU, True)], ids=["between graphs", "CPU"])
+def test_elsewhere_every_step_runs_in_order(device: torch.device, active: bool, streams: FakeStreams) -> None:
+    run = StepBranches(device, active=active)
+    for each in (step("aside", streams, beside=True), step("reads", streams, joins=True)):
         run.placed(each)()
     run.join()
-    assert notes == ["aside", "reads"]
+    assert streams.notes == ["aside on main", "reads on main"]

@@ -15,12 +15,6 @@ from .packed_forwards import SPLITTING_OPS, attend, packed_inputs, trace_packed,
 from .passes.test_wide_heads import Blocks
 
 DEPTH = 4
-GRIDS: list[list[tuple[int, int, int]]] = [
-    [(1, 2, 4)],
-    [(4, 2, 2), (1, 8, 2), (3, 6, 4)],
-    [(1, 32, 32)],
-    [(1, 2, 2)] * 16,
-]
 
 
 @pytest.fixture(scope="module")
@@ -33,15 +27,6 @@ def bound(make_manager: Any) -> BoundProgram:
     """The program of the tiny tower, which is traced once for all tests."""
     program: BoundProgram = make_manager().paths["default"].program
     return program
-
-
-@pytest.mark.parametrize("grids", GRIDS, ids=str)
-def test_one_trace_serves_every_batch(
-    grids: list[tuple[int, int, int]], bound: BoundProgram, tiny_towers: Any, make_batch: Any, encode: Any
-) -> None:
-    batch = make_batch(grids)
-    got = bound(tiny_towers.wrapped.prepare_encoder_cudagraph_replay_buffers(batch, 0, 0).values)
-    torch.testing.assert_close(got, torch.cat(encode(tiny_towers.reference, batch)), rtol=0, atol=1e-5)
 
 
 def test_the_tower_becomes_pieces_of_few_kinds(bound: BoundProgram) -> None:

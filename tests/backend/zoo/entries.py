@@ -37,8 +37,6 @@ class Entry:
         warmup: with what inputs the module is warmed up, any of several words.
         step: what a number of tokens is a multiple of.
         least: the fewest tokens.
-        counts: if any, all numbers of tokens that are drawn.
-        tolerance: factor of the errors that are taken for rounding.
         runs: how often it is drawn at least, in one dtype after the other.
     """
 
@@ -49,8 +47,6 @@ class Entry:
     warmup: str = "none zeros ones random"
     step: int = 1
     least: int = 0
-    counts: tuple[int, ...] = ()
-    tolerance: float = 1.0
     runs: int = 1
 
 

@@ -56,12 +56,9 @@ INPUTS: dict[str, Input] = {
     "cu": Input(_segments, has_values=False),
     "ids": Input(_ids),
     "positions": Input(integers(3, 50)),
-    "keep": Input(lambda n, dtype, g: torch.rand(n, generator=g) > 0.3),
     "flag": Input(lambda n, dtype, g: torch.rand((), generator=g) > 0.2, ()),
     "quarter": Input(_normal_rows(lambda n: n // 4)),
-    "square": Input(normal(-1, -1), (0, 1)),
     "tiles": Input(normal(-1, 5, WIDTH)),
-    "images": Input(normal(-1, 3, 8, 8)),
 }
 
 

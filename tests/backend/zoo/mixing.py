@@ -17,9 +17,6 @@ from .entries import Entry, OnRows, made, of
 from .placing import attend_packed
 
 _AFTER, _OWN, _PACKED = {"place": "after"}, {"layout": "own"}, {"layout": "packed"}
-# Numbers of tokens beyond constants, of the default ladder; dense, since packed attention would take long.
-_LARGE = {"counts": (9999, 5001, 5, 12, 4097, 16384, 12000), "layout": "dense", "warmup": "none"}
-
 # --- statistics, order, neighbours and products of all tokens
 
 
@@ -29,12 +26,6 @@ def _where_loud(x: Tensor) -> Tensor:
     return torch.where(greatest > 2, x / greatest, x)
 
 
-def _merge_most_alike(x: Tensor) -> Tensor:
-    """ToMe: every token of the one half goes to the most alike one of the other."""
-    a, b = x[::2], x[1::2]
-    return b.index_add(0, (a @ b.t()).argmax(1), a)
-
-
 def _attention_of_one_sequence(x: Tensor) -> Tensor:
     q = x.view(1, -1, 2, 4).transpose(1, 2)
     return F.scaled_dot_product_attention(q, q, q).transpose(1, 2).reshape(-1, 8)
@@ -42,7 +33,6 @@ def _attention_of_one_sequence(x: Tensor) -> Tensor:
 
 OVER_TOKENS = {
     "less the mean": lambda x: x - x.mean(0),
-    "tokens merged": of(_merge_most_alike, least=2),
     "normalized where loud, warmed with zeros": of(_where_loud, warmup="zeros", runs=2),
     "batch norm that counts": made(lambda: OnRows(nn.BatchNorm1d(8, momentum=None)), least=2),
     "dropout in training": made(lambda: OnRows(nn.Dropout(0.4))),
@@ -58,12 +48,8 @@ def _branch_of_fours(x: Tensor) -> Tensor:
 
 
 SIZES = {
-    "times a root of the count": of(lambda x: x * x.shape[0] ** 0.1, runs=2),
     "count as a result": lambda x: (x * 2, x.shape[0], x.shape[0] // 4),
     "branch on multiples of 4": _branch_of_fours,
-    "ones of 5000ths": of(
-        lambda x: x + x.new_ones(1, 1).expand(x.shape[0] // 5000 + 1, 1).sum(), runs=2, **_LARGE
-    ),
 }
 
 # --- what the values of tokens, and of integers and truth values beside them, decide
@@ -89,8 +75,6 @@ VALUES = {
         warmup="zeros ones",
         runs=2,
     ),
-    "one hot pooling": lambda x, ids: F.one_hot(ids, 4).to(x.dtype).t() @ x,
-    "rows by id": of(lambda x, ids: x[ids], least=4),
 }
 
 # --- cumulative lengths read by more than attention, and attention of other kinds
@@ -119,7 +103,6 @@ def _cu_changed(x: Tensor, cu: Tensor) -> Tensor:
 
 
 SEGMENTS = {
-    "longest segment": of(lambda x, cu: x * cu.diff().max(), **_PACKED),
     "means of segments, given back": of(_less_the_mean_of_its_segment, **_PACKED),
     "ends changed": of(_cu_changed, **_OWN),
     "segments from lengths": of(_segments_from_lengths, **_OWN),
@@ -141,7 +124,6 @@ def _half_and_whole(x: Tensor, quarter: Tensor) -> Tensor:
 
 
 SHAPES = {
-    "square's columns": lambda x, square: x * square.sum(0)[:, None],
     "quarter behind": lambda x, quarter: torch.cat([x, quarter]),
     "quarter repeated, the rest cut": of(_half_and_whole, least=4),
     "batch attended, then across": of(lambda tiles: _attend(_attend(tiles).transpose(0, 1)), **_OWN),

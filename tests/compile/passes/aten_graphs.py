@@ -67,7 +67,7 @@ def _number(size: Any) -> int:
 
 def aten_graph(forward: Callable[..., Tensor], *examples: Tensor) -> Graph:
     """The inference graph of a function or module, for any number of rows in every example."""
-    fake_mode = FakeTensorMode(shape_env=ShapeEnv())
+    fake_mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
     module = forward if isinstance(forward, nn.Module) else nn.Module()
     parameters = dict(module.named_parameters())
 

@@ -18,7 +18,8 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from fxsplit_encoder.compile.padding import SEGMENTS, SHARED, Rows, State, token_dim
 
-from .inputs import PermutationSource, RowsSource, SegmentsSource, SharedSource, Source, draw, draw_rows
+from . import inputs
+from .inputs import MakeSource, Source, draw, draw_rows, seeded
 
 aten = torch.ops.aten
 # Every call that is refused would be logged.
@@ -59,7 +60,7 @@ class Builder:
         self.num_tokens = self._symbol("tokens", self.random.choice(_TRACED_COUNTS))
         self.symbol = str(self.num_tokens.node.expr)
         self.seeds: dict[fx.Node, State] = {}
-        self.sources: dict[fx.Node, Source] = {}
+        self.sources: dict[fx.Node, MakeSource] = {}
         self.values: list[fx.Node] = []
         """Every tensor so far."""
         self.nodes: list[fx.Node] = []
@@ -82,7 +83,7 @@ class Builder:
 
     # --- inputs
 
-    def _placeholder(self, shape: Sequence[Any], dtype: torch.dtype, source: Source) -> fx.Node:
+    def _placeholder(self, shape: Sequence[Any], dtype: torch.dtype, source: MakeSource) -> fx.Node:
         node = self.graph.placeholder(f"input_{len(self.sources)}")
         with self.fake_mode:
             node.meta["val"] = torch.empty(list(shape), dtype=dtype)
@@ -95,8 +96,8 @@ class Builder:
 
     def shared(self, shape: Sequence[int], dtype: torch.dtype = torch.float64) -> fx.Node:
         """A weight, which may or may not be among the inputs that change from call to call."""
-        generator = torch.Generator().manual_seed(self._next_seed())
-        node = self._placeholder(shape, dtype, SharedSource(draw(list(shape), dtype, generator)))
+        value = draw(list(shape), dtype, seeded(self._next_seed()))
+        node = self._placeholder(shape, dtype, lambda largest: Source(lambda count: value))
         if self.chance(0.3):
             self.seeds[node] = SHARED
         return node
@@ -106,7 +107,7 @@ class Builder:
         extent = self.extent()
         sizes: list[Any] = list(shape)
         sizes[dim] = extent.size
-        source = RowsSource(dim, extent.of, draw_rows(list(shape), dim, dtype), self._next_seed())
+        source = inputs.rows(dim, extent.of, draw_rows(list(shape), dim, dtype), self._next_seed())
         node = self._placeholder(sizes, dtype, source)
         self.seeds[node] = Rows(dim)
         assert token_dim(node.meta["val"], self.symbol) == dim
@@ -130,14 +131,15 @@ class Builder:
 
     def token_rows(self, shape: Sequence[int], dtype: torch.dtype = torch.float64) -> fx.Node:
         """An input with exactly a row per token, along dimension 0."""
-        source = RowsSource(0, lambda count: count, draw_rows([0, *shape], 0, dtype), self._next_seed())
+        source = inputs.rows(0, lambda count: count, draw_rows([0, *shape], 0, dtype), self._next_seed())
         node = self._placeholder([self.num_tokens, *shape], dtype, source)
         self.seeds[node] = Rows(0)
         return node
 
     def permutation(self) -> fx.Node:
         """A permutation of the tokens."""
-        node = self._placeholder([self.num_tokens], torch.int64, PermutationSource(self._next_seed()))
+        source = inputs.permutation(self._next_seed())
+        node = self._placeholder([self.num_tokens], torch.int64, lambda largest: source)
         self.seeds[node] = Rows(0)
         return node
 
@@ -146,7 +148,7 @@ class Builder:
         if self._segments is None:
             size = self._symbol("segments", 37)
             self.segment_symbol = str(size.node.expr)
-            self._segments = self._placeholder([size], torch.int32, SegmentsSource())
+            self._segments = self._placeholder([size], torch.int32, lambda largest: inputs.segments())
             self.seeds[self._segments] = SEGMENTS
         return self._segments
 

@@ -13,14 +13,14 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from fxsplit_encoder.compile import padding
 from fxsplit_encoder.compile.padding import Rows
+from fxsplit_encoder.compile.padding.rules import RULES
 from fxsplit_encoder.compile.padding.states import operation
 from fxsplit_encoder.compile.sizes import assumptions_of, guards_of
 
 from .builder import Builder, SpecializedError
-from .calls import CALLS
+from .calls import OPERATIONS, POINTWISE, call
 from .comparison import NotRunnableError, Wrong, compare, pairs, run_exact
 from .inputs import GARBAGE, NUM_LENGTHS
-from .pointwise import POINTWISE, call_pointwise
 
 _SMALL = (2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 15, 16, 20, 24, 30, 36, 40, 48, 60, 64, 72, 96, 120, 144)
 # Around the largest constant of graphs.
@@ -29,10 +29,10 @@ _ABOVE = (5000, 5003, 5016, 10007, 10008)
 _MOST_ENTRIES = 300_000
 _ATTEMPTS = 6
 
-FOCUSES = (*CALLS, *POINTWISE)
+FOCUSES = tuple(OPERATIONS)
 """What graphs are made around, one after another."""
 # Tracing an interpolation takes as long as ten other calls.
-_QUICK = tuple(name for name in CALLS if "upsample" not in name)
+_QUICK = tuple(name for name in sorted(RULES) if "upsample" not in name)
 
 
 def seeds_around(name: str, count: int) -> list[int]:
@@ -74,16 +74,12 @@ def build(seed: int, graph_seed: int) -> Builder | None:
     try:
         for step in range(length):
             if step != at:
-                _call(b, b.choice(_QUICK if b.chance(0.7) else tuple(POINTWISE)))
-            elif not any(_call(b, focus) is not None for _ in range(_ATTEMPTS)):
+                call(b, b.choice(_QUICK if b.chance(0.7) else tuple(POINTWISE)))
+            elif not any(call(b, focus) is not None for _ in range(_ATTEMPTS)):
                 return None
     except (SpecializedError, GuardOnDataDependentSymNode):
         return None  # as AOT would not trace it
     return b
-
-
-def _call(b: Builder, name: str) -> fx.Node | None:
-    return CALLS[name](b) if name in CALLS else call_pointwise(b, POINTWISE[name])
 
 
 def _attempt(seed: int, graph_seed: int) -> Outcome | None:
@@ -154,13 +150,12 @@ def _largest_size(b: Builder, size: int | torch.SymInt) -> int:
 
 def _search(b: Builder, counts: list[int], mixed: frozenset[str], joined: Mapping[str, Rows]) -> Wrong | None:
     chance = random.Random(b.seed)
-    for source in b.sources.values():
-        source.reserve(counts[-1])
+    sources = {node: make(counts[-1]) for node, make in b.sources.items()}
     with torch.no_grad():
-        exact = {count: run_exact(b.graph, b.sources, count) for count in counts}
+        exact = {count: run_exact(b.graph, sources, count) for count in counts}
         for pair in pairs(counts):
             garbage = chance.choice(GARBAGE)
-            wrong = compare(b.graph, b.sources, mixed, joined, exact[pair[0]], pair, garbage)
+            wrong = compare(b.graph, sources, mixed, joined, exact[pair[0]], pair, garbage)
             if wrong is not None:
                 return wrong
     return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -21,17 +21,31 @@ _SPECIAL = torch.tensor([float("nan"), float("inf"), -float("inf"), 1e300, -1e30
 Make = Callable[[int, torch.Generator], Tensor]
 
 
-class Source(Protocol):
-    """Where the value of an input comes from."""
+@dataclass(frozen=True)
+class Source:
+    """Where the value of an input comes from.
 
-    def reserve(self, largest: int) -> None:
-        """Says the largest token count that will be asked for."""
+    Args:
+        exact: makes the value for a token count.
+        tail: makes what follows an exact value in one that is padded to a token count, of a kind of garbage;
+            None: the value is the same whatever the token count is.
+        dim: along which it follows.
+    """
 
-    def exact(self, count: int) -> Tensor:
-        """The value for a token count."""
+    exact: Callable[[int], Tensor]
+    tail: Callable[[Tensor, int, str], Tensor] | None = None
+    dim: int = 0
 
     def padded(self, count: int, padded_count: int, garbage: str) -> Tensor:
         """The value that begins with that for `count` and is as long as that for `padded_count`."""
+        exact = self.exact(count)
+        if self.tail is None:
+            return exact
+        return torch.cat((exact, self.tail(exact, padded_count, garbage)), self.dim)
+
+
+MakeSource = Callable[[int], Source]
+"""Given the largest token count that will be asked for."""
 
 
 def garbage_like(tensor: Tensor, shape: list[int], kind: str, generator: torch.Generator) -> Tensor:
@@ -51,66 +65,44 @@ def garbage_like(tensor: Tensor, shape: list[int], kind: str, generator: torch.G
     return values.to(tensor.dtype)
 
 
-class SharedSource(Source):
-    """The same whatever the token count is."""
-
-    def __init__(self, value: Tensor) -> None:
-        self.value = value
-
-    def exact(self, count: int) -> Tensor:
-        return self.value
-
-    def padded(self, count: int, padded_count: int, garbage: str) -> Tensor:
-        return self.value
-
-
-class RowsSource(Source):
-    """One of as many entries along `dim` as `extent` says for the token count.
+def rows(dim: int, extent: Callable[[int], int], make: Make, seed: int) -> MakeSource:
+    """As many entries along `dim` as `extent` says for the token count, followed by garbage.
 
     Args:
         make: makes that many entries.
     """
 
-    def __init__(self, dim: int, extent: Callable[[int], int], make: Make, seed: int) -> None:
-        self.dim, self.extent, self.make, self.seed = dim, extent, make, seed
-        self._all: Tensor | None = None
+    def source(largest: int) -> Source:
+        everything = make(extent(largest), seeded(seed))
 
-    def reserve(self, largest: int) -> None:
-        self._all = self.make(self.extent(largest), torch.Generator().manual_seed(self.seed))
+        def tail(exact: Tensor, padded_count: int, garbage: str) -> Tensor:
+            shape = list(exact.shape)
+            shape[dim] = extent(padded_count) - shape[dim]
+            return garbage_like(exact, shape, garbage, seeded(seed + padded_count))
 
-    def exact(self, count: int) -> Tensor:
-        assert self._all is not None
-        return self._all.narrow(self.dim, 0, self.extent(count)).clone()
+        return Source(lambda count: everything.narrow(dim, 0, extent(count)).clone(), tail, dim)
 
-    def padded(self, count: int, padded_count: int, garbage: str) -> Tensor:
-        exact = self.exact(count)
-        shape = list(exact.shape)
-        shape[self.dim] = self.extent(padded_count) - shape[self.dim]
-        generator = torch.Generator().manual_seed(self.seed + padded_count)
-        return torch.cat((exact, garbage_like(exact, shape, garbage, generator)), self.dim)
+    return source
 
 
-class PermutationSource(Source):
+def permutation(seed: int) -> Source:
     """A permutation of the tokens, followed by zeros."""
-
-    def __init__(self, seed: int) -> None:
-        self.seed = seed
-
-    def exact(self, count: int) -> Tensor:
-        return torch.randperm(count, generator=torch.Generator().manual_seed(self.seed + count))
-
-    def padded(self, count: int, padded_count: int, garbage: str) -> Tensor:
-        return torch.cat((self.exact(count), torch.zeros(padded_count - count, dtype=torch.int64)))
+    return Source(
+        lambda count: torch.randperm(count, generator=seeded(seed + count)),
+        lambda exact, padded_count, garbage: exact.new_zeros(padded_count - len(exact)),
+    )
 
 
-class SegmentsSource(Source):
+def segments() -> Source:
     """Cumulative lengths of two segments; followed by empty ones."""
+    return Source(
+        lambda count: torch.tensor([0, count // 3, count], dtype=torch.int32),
+        lambda exact, padded_count, garbage: exact[-1:].expand(NUM_LENGTHS[1] - NUM_LENGTHS[0]),
+    )
 
-    def exact(self, count: int) -> Tensor:
-        return torch.tensor([0, count // 3, count], dtype=torch.int32)
 
-    def padded(self, count: int, padded_count: int, garbage: str) -> Tensor:
-        return torch.tensor([0, count // 3, count, count, count], dtype=torch.int32)
+def seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
 
 
 def draw(shape: list[int], dtype: torch.dtype, generator: torch.Generator) -> Tensor:

@@ -43,8 +43,9 @@ def _cpu_flash(q: Tensor, *rest: Any, **others: Any) -> Any:
     return target(q, *rest, **others) if q.numel() else _dense(q, *rest[:2])
 
 
-def _composite(q: Tensor, *rest: Any) -> Any:
-    return aten.scaled_dot_product_attention.default(q, *rest) if q.numel() else _dense(q, *rest[:2])[0]
+def _composite(q: Tensor, *rest: Any, **others: Any) -> Any:
+    target = aten.scaled_dot_product_attention.default
+    return target(q, *rest, **others) if q.numel() else _dense(q, *rest[:2])[0]
 
 
 def _dense_op(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
