@@ -12,7 +12,7 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -34,7 +34,6 @@ from fxsplit_encoder.service.settings import ServiceSettings
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
 Endpoint = Callable[[Request], Awaitable[Response]]
 
 BODY_TIMEOUT_S = 30.0
@@ -50,11 +49,9 @@ class Backend(Protocol):
 
     async def answer(self, items: Sequence[Item], tenant: str, timeout_s: float) -> tuple[list[Result], int]:
         """See `QueuedEncoder.answer`."""
-        ...
 
     async def is_ready(self) -> bool:
         """See `QueuedEncoder.is_ready`."""
-        ...
 
 
 class Application:
@@ -194,13 +191,19 @@ class Application:
         headers, query = dict(request.headers), request.url.query
         asked = await on_thread(parse_request, headers, query, body, self.settings)
         await on_thread(self._check_pixels, asked.input)
-        preparing = (on_thread(self._prepare, source) for source in asked.input)
-        items: list[Item] = _unfailed(await asyncio.gather(*preparing, return_exceptions=True))
+        preparing = [on_thread(self._prepare, *each) for each in enumerate(asked.input)]
+        try:
+            items = await asyncio.gather(*preparing)
+        finally:
+            for each in preparing:  # one is refused: the others wait for nothing
+                each.cancel()
         tenant = asked.user or (request.client.host if request.client else "")
         outcomes, tokens = await self._backend.answer(items, tenant, self.settings.request_timeout_s)
-        if any(isinstance(outcome, Exception) for outcome in outcomes):
-            self._metrics.add_refused()
-        embeddings = _unfailed(outcomes)
+        for index, outcome in enumerate(outcomes):
+            if isinstance(outcome, Exception):
+                self._metrics.add_refused()
+                raise _answer_to(outcome, index) from outcome
+        embeddings = [outcome for outcome in outcomes if not isinstance(outcome, Exception)]
         form = self.settings.name, self._preparer.normalizes
         return await on_thread(embeddings_response, asked, items, embeddings, tokens, *form)
 
@@ -215,25 +218,18 @@ class Application:
                 limit = f"expected at most {most} pixels together, the limit max_request_pixels"
                 raise RequestError(413, f"images: {limit}; got {pixels} or more", index)
 
-    def _prepare(self, source: Source) -> Item:
-        if isinstance(source, bytes):
-            return self._preparer.load(source)
-        if self._tokenizer is None:
-            raise RequestError(400, f"input: {self.settings.name} takes images alone; got a text")
-        return self._tokenizer(source)
+    def _prepare(self, index: int, source: Source) -> Item:
+        try:
+            if isinstance(source, bytes):
+                return self._preparer.load(source)
+            if self._tokenizer is None:
+                raise RequestError(400, f"input: {self.settings.name} takes images alone; got a text")
+            return self._tokenizer(source)
+        except Exception as error:
+            raise _answer_to(error, index) from error
 
 
-def _unfailed(results: Sequence[T | BaseException]) -> list[T]:
-    """What became of the items of a request; RequestError: one has failed."""
-    found: list[T] = []
-    for index, result in enumerate(results):
-        if isinstance(result, BaseException):
-            raise _answer_to(result, index) from result
-        found.append(result)
-    return found
-
-
-def _answer_to(error: BaseException, index: int | None = None) -> RequestError:
+def _answer_to(error: Exception, index: int | None = None) -> RequestError:
     """The answer to a request that failed, or whose item of that index did."""
     if isinstance(error, RequestError):
         error.index = error.index if index is None else index

@@ -218,15 +218,13 @@ def embeddings_response(
         is_normalized: whether a shortened vector is normalized again.
 
     Raises:
-        RequestError: more dimensions than there are, or of embeddings of several rows; an embedding holds
-            NaN or an infinity, which JSON has no numbers for.
+        RequestError: more dimensions than there are, or of embeddings of several rows; NaN as JSON.
     """
     embeddings = [_shortened(each, asked.dimensions, is_normalized) for each in embeddings]
     is_base64 = asked.encoding_format == "base64"
     for index, embedding in enumerate(embeddings):
         if not is_base64 and not np.isfinite(embedding).all():
-            message = "embedding: expected finite numbers, which alone are JSON; got NaN or an infinity"
-            raise RequestError(422, f"{message}; base64 has them", index, "unencodable_image")
+            raise RequestError(422, "got NaN or an infinity, which is no JSON", index, "unencodable_image")
     data = [
         {
             "object": "embedding",
