@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -103,16 +102,6 @@ def test_attention_with_a_bias_of_each_image(fresh_dynamo: None) -> None:
     apart = not MASKED_ATTENTION_TAKES_UNKNOWN_SIZES  # a single image is traced apart
     assert counters["stats"]["unique_graphs"] == 1 + apart
     assert not counters["graph_break"]
-
-
-def test_only_the_wrapped_tower_changes_its_attention() -> None:
-    """To the one at which graphs are split, which the tests above count."""
-    tower = clip()
-    tower.set_attn_implementation("eager")
-    other = CLIPVisionModel(tower.config)
-    assert copy.copy(other.config)._attn_implementation == "eager"
-    assert fx.wrap(tower, CLASS_TOKEN).config._attn_implementation == "sdpa"
-    assert other.config._attn_implementation == "eager"
 
 
 def test_images_under_another_name() -> None:

@@ -12,8 +12,6 @@ from fxsplit_encoder.towers.grid import (
     count_patches,
     cumulative_lengths,
     frame_lengths,
-    frame_positions,
-    frame_windows,
     merge,
     merge_permutation,
     positions,
@@ -55,16 +53,6 @@ def test_windows_are_those_of_transformers(case: tuple[int, Grids], window: int)
     assert torch.equal(order.view(-1, merge**2) // merge**2, tokens[:, None].expand(-1, merge**2))
     assert order.sort().values.tolist() == list(range(count_patches(grids)))
     assert cumulative_lengths(window_lengths(grids, merge, window)).tolist() == boundaries.tolist()
-
-
-@settings(max_examples=60)
-@given(st.integers(1, 60), st.integers(1, 60))
-def test_a_frame_has_no_more_windows_than_a_narrow_one(rows: int, columns: int) -> None:
-    _, lengths = frame_windows(2 * rows, 2 * columns, 2, 4)
-    tokens = rows * columns
-    assert tokens / 16 <= len(lengths) <= (tokens + 3) / 4
-    assert sum(lengths) == 4 * tokens
-    assert max(lengths) <= 64
 
 
 @settings(max_examples=50)
@@ -123,13 +111,6 @@ def test_grids_are_read_from_any_container(grids: Any) -> None:
 def test_an_error_names_the_field_and_the_value(grids: Any, message: str) -> None:
     with pytest.raises(InputError, match=rf"^video_grid_thw: .*{message}"):
         read_grids(grids, 2, "video_grid_thw")
-
-
-def test_a_batch_of_one_frame_does_not_share_the_memory_of_the_caches() -> None:
-    # What a tower makes may become a capture's static buffer, which replays overwrite.
-    kept = frame_positions(2, 8, 2).copy()
-    positions([(1, 2, 8)], 2).zero_()
-    assert (frame_positions(2, 8, 2) == kept).all()
 
 
 @settings(max_examples=40)

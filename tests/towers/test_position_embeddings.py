@@ -2,8 +2,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import example, given, settings
@@ -14,7 +12,6 @@ from transformers import vision_utils
 from fxsplit_encoder.towers.grid import (
     TAPS,
     cosines_and_sines,
-    frame_interpolation,
     gives_angles,
     interpolation,
     resample,
@@ -52,15 +49,6 @@ def test_a_resampled_table_is_that_of_interpolate(
     channels_first = values.permute(2, 0, 1)[None]
     expected = F.interpolate(channels_first, size=(height, width), mode=mode, align_corners=False)
     torch.testing.assert_close(result, expected[0].flatten(1).t(), rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize("mode", list(TAPS))
-def test_frames_and_items_follow_one_another(mode: Any) -> None:
-    indices, weights = interpolation([(2, 4, 2), (1, 2, 6)], (8, 8), 1, False, mode)
-    frames = [frame_interpolation(*size, (8, 8), 1, False, mode) for size in ((4, 2), (4, 2), (2, 6))]
-    assert np.array_equal(indices, np.concatenate([taps for taps, _ in frames]))
-    assert np.array_equal(weights, np.concatenate([values for _, values in frames]))
-    assert [tensor.shape for tensor in interpolation([], (8, 8), 1, False, mode)] == [(0, TAPS[mode])] * 2
 
 
 # --- a rotary embedding
