@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,13 +13,12 @@ from hypothesis import strategies as st
 from fxsplit_encoder.errors import ConfigError
 from fxsplit_encoder.kernels import choice
 from fxsplit_encoder.kernels.attention import AttentionShape, KernelChooser
-from fxsplit_encoder.kernels.attention.chooser import Measurements, current_chooser
-from fxsplit_encoder.kernels.attention.op import attend
-from fxsplit_encoder.kernels.choice import Pin, choosing, measuring
+from fxsplit_encoder.kernels.attention.chooser import Measurements
+from fxsplit_encoder.kernels.choice import Pin, measuring
 from fxsplit_encoder.kernels.meter import Measured
 from fxsplit_encoder.kernels.store import KernelStore
 
-from .fakes import CUDA, Everywhere, FakeKernel, FakeMeter, cumulative, fused_qkv, shape, shapes
+from .fakes import CUDA, FakeKernel, FakeMeter, cumulative, shape, shapes
 
 BASE = FakeKernel("base")
 FAST = FakeKernel("fast", lambda shape: shape.head_dim == 72 and shape.longest >= 512)
@@ -250,20 +247,6 @@ def test_a_pinned_kernel_that_is_not_there_is_an_error() -> None:
         KernelChooser("flash_attn_4").check(torch.device("cpu"))
 
 
-def test_the_current_chooser_decides_what_the_op_runs() -> None:
-    spy = FakeKernel("spy")
-    chooser = KernelChooser(measurements=Measurements([spy], FakeMeter({})))
-    values, cu = fused_qkv(7), cumulative([3, 4])
-    before = current_chooser()
-    with choosing(chooser):
-        assert current_chooser() is chooser
-        out = torch.ops.fxsplit.varlen_attention(*values, cu, 7, 0.5)
-    assert current_chooser() is before
-    assert spy.calls == [(2, 7)]
-    torch.testing.assert_close(out, attend(*values, cu, 7, 0.5))
-    assert spy.calls == [(2, 7)]
-
-
 def test_a_call_is_looked_up_once_until_something_new_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     chooser, _ = make()
     query, cu = torch.empty(2048, 16, 72, device=CUDA, dtype=torch.bfloat16), cumulative([2048])
@@ -313,33 +296,6 @@ def test_a_kernel_that_was_missing_is_compared_once_it_is_there(tmp_path: Any) -
     assert measured(missing) == []
     assert measured(None) == [(shape(2048), ("base", "late"))]
     assert measured(None) == []
-
-
-def test_a_kernel_that_failed_is_measured_by_the_next_process(tmp_path: Path, monkeypatch: Any) -> None:
-    """As one does whose module is missing: what it raised is no measurement, and is not kept."""
-
-    def measured() -> Measured:
-        def call_module(out: torch.Tensor) -> torch.Tensor:
-            importlib.import_module("module_of_late_kernel")
-            return out
-
-        store = KernelStore("measured", {"gpu": "H"}, tmp_path)
-        kernels = (FakeKernel("base"), FakeKernel("late", change=call_module))
-        timer = Everywhere(lambda call, shape: (call(), 5.0)[1])
-        measurements = Measurements(kernels, timer, lambda device: store)
-        with measuring():
-            found = measurements.find(small)
-        assert found is not None
-        return found[1]
-
-    small = AttentionShape(torch.device("cpu"), torch.bfloat16, 2, 8, 48, 24, 4)
-    first = measured()
-    assert first.failed == ["late"] and first.rejected["late"].startswith("ModuleNotFoundError")
-    (path,) = tmp_path.rglob("attention.json")
-    assert "ModuleNotFoundError" not in path.read_text()
-    (tmp_path / "module_of_late_kernel.py").write_text("")
-    monkeypatch.syspath_prepend(tmp_path)
-    assert measured() == Measured({"base": 5.0, "late": 5.0})
 
 
 def test_what_was_measured_elsewhere_is_not_measured_again() -> None:

@@ -1,5 +1,3 @@
-import copy
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,38 +11,6 @@ from fxsplit_encoder.kernels.attention.hugging_face import (
     hugging_face_attention,
     use_varlen_attention,
 )
-
-from ...dispatched import Dispatched
-
-
-@pytest.fixture(scope="module")
-def pair(make_tower: Any) -> Iterator[tuple[nn.Module, nn.Module]]:
-    original = make_tower()
-    hooked = copy.deepcopy(original)
-    use_varlen_attention(hooked)
-    with torch.no_grad():
-        yield original, hooked
-
-
-@pytest.mark.parametrize("grids", [[[1, 4, 6]], [[1, 8, 8], [2, 4, 6]], [[1, 2, 2], [3, 2, 4], [1, 6, 2]]])
-def test_a_hooked_tower_gives_the_same_features(pair: Any, grids: list[list[int]]) -> None:
-    original, hooked = pair
-    grid = torch.tensor(grids)
-    pixels = torch.randn(int(grid.prod(1).sum()), 1536)
-    expected, got = original(pixels, grid), hooked(pixels, grid)
-    torch.testing.assert_close(got.pooler_output, expected.pooler_output, rtol=0, atol=1e-5)
-    for mine, theirs in zip(got.deepstack_features, expected.deepstack_features, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-5)
-
-
-def test_the_op_is_called_once_a_layer_whatever_the_batch(pair: Any) -> None:
-    _, hooked = pair
-    grid = torch.tensor([[1, 4, 4], [3, 2, 4], [1, 2, 2]])
-    with Dispatched() as dispatched:
-        hooked(torch.randn(44, 1536), grid)
-    # Inside of our op, the CPU kernel calls dense attention a segment; that is below the dispatch mode.
-    attention = [name for name, _ in dispatched.calls if "attention" in name]
-    assert attention == ["fxsplit.varlen_attention"] * len(hooked.blocks)
 
 
 def test_the_rest_of_a_model_keeps_its_own_attention(make_tower: Any) -> None:
@@ -64,12 +30,6 @@ def test_the_rest_of_a_model_keeps_its_own_attention(make_tower: Any) -> None:
     assert model.visual.blocks[0].attn.config is model.visual.config
     assert model.other.config is shared
     assert shared._attn_implementation == before
-
-
-def test_modules_without_a_configuration_are_left_alone() -> None:
-    module = nn.Sequential(nn.Linear(2, 2))
-    use_varlen_attention(module)
-    assert not hasattr(module[0], "config")
 
 
 def attention_module(**attributes: Any) -> nn.Module:
@@ -110,17 +70,6 @@ def test_without_lengths_every_row_of_the_batch_is_a_sequence(
     out, weights = hugging_face_attention(module, q, k, v, **given)
     assert weights is None
     torch.testing.assert_close(out, F.scaled_dot_product_attention(q, k, v, **expected).transpose(1, 2))
-
-
-def test_with_lengths_the_tokens_are_packed() -> None:
-    q, k, v = bhsd(batch=1, tokens=7)
-    cu = torch.tensor([0, 3, 7], dtype=torch.int32)
-    out, weights = hugging_face_attention(attention_module(is_causal=False), q, k, v, cu_seq_lens_q=cu)
-    assert weights is None
-    expected = torch.cat(
-        [F.scaled_dot_product_attention(*(x[:, :, a:b] for x in (q, k, v))) for a, b in ((0, 3), (3, 7))], 2
-    )
-    torch.testing.assert_close(out, expected.transpose(1, 2))
 
 
 @pytest.mark.parametrize(("module_says", "argument"), [(True, None), (False, True)])

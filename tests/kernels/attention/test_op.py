@@ -5,9 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fxsplit_encoder.kernels.attention import KernelChooser, dense_attention, op, varlen_attention
-from fxsplit_encoder.kernels.attention.op import attend
-from fxsplit_encoder.kernels.choice import choosing
+from fxsplit_encoder.kernels.attention import dense_attention, op, varlen_attention
 
 from .fakes import reference
 
@@ -30,12 +28,6 @@ def test_the_op_is_registered_under_its_name() -> None:
         "fxsplit::varlen_attention(Tensor query, Tensor key, Tensor value, Tensor cu_seqlens, "
         "SymInt max_seqlen, float scale) -> Tensor"
     )
-
-
-def test_the_op_computes_what_its_kernel_does() -> None:
-    q, k, v = qkv()
-    assert torch.equal(varlen_attention(q, k, v, CU, ROWS, 0.3), attend(q, k, v, CU, ROWS, 0.3))
-    torch.testing.assert_close(varlen_attention(q, k, v, CU, ROWS, 0.3), by_segment(q, k, v, CU, 0.3))
 
 
 @pytest.mark.parametrize("requires_grad", [False, True])
@@ -75,14 +67,6 @@ def test_every_entry_attends_alone(size: int, tokens: int, fused: bool) -> None:
     result = dense_attention(*values, 0.4)
     torch.testing.assert_close(result, F.scaled_dot_product_attention(*values, scale=0.4))
     assert result.transpose(1, 2).is_contiguous()
-
-
-def test_a_kernel_of_a_batch_may_be_pinned() -> None:
-    values = batch(3, 4)
-    with choosing(KernelChooser("masked")):
-        torch.testing.assert_close(
-            dense_attention(*values, 0.5), F.scaled_dot_product_attention(*values, scale=0.5)
-        )
 
 
 def test_lengths_that_a_graph_may_hold_stay_where_they_are() -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +16,6 @@ from fxsplit_encoder.cli.inspection import class_rows
 from fxsplit_encoder.errors import ConfigError, InputError
 from fxsplit_encoder.kernels.choice import KernelMeasurements, choosing, measuring
 from fxsplit_encoder.kernels.meter import Measured
-from fxsplit_encoder.kernels.products import measured
 from fxsplit_encoder.kernels.products.measured import (
     ACTIVATIONS,
     KERNELS,
@@ -101,14 +99,6 @@ def test_accuracy_comes_before_time_and_the_fastest_is_chosen() -> None:
     rejected = chooser.measurements.table(CPU)[shape()].rejected
     assert rejected["wrong"].startswith("error 0.0")
     assert rejected["fails"] == "RuntimeError: no tile for it"
-
-
-def test_an_activation_or_a_row_more_makes_another_class() -> None:
-    chooser, clock = make()
-    with measuring():
-        for each in (shape(), shape(activation="gelu_tanh"), shape(49), shape()):
-            chooser.ranking(each)
-    assert clock.measured == [shape(), shape(activation="gelu_tanh"), shape(49)]
 
 
 def test_the_current_chooser_decides_what_the_op_runs() -> None:
@@ -196,27 +186,6 @@ def test_weights_come_from_memory_as_in_a_tower() -> None:
     for _ in range(4):
         call()
     assert [next(n for n, w in enumerate(example.weights) if w is each) for each in seen] == [0, 1, 2, 0]
-
-
-def test_the_copies_are_more_than_the_cache_holds(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Weight:
-        is_cuda, device = True, torch.device("cuda", 0)
-
-        def __init__(self, size: int) -> None:
-            self._size = size
-
-        def numel(self) -> int:
-            return self._size
-
-        def element_size(self) -> int:
-            return 2
-
-    properties = SimpleNamespace(L2_cache_size=50 << 20)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    copies = [
-        measured.num_copies(cast(Tensor, Weight(size))) for size in (1 << 26, 4352 * 1152, 1152 * 1152, 16)
-    ]
-    assert copies == [2, 8, 30, 32]
 
 
 @pytest.mark.parametrize("rows", [0, 8])

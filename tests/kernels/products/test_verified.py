@@ -11,7 +11,7 @@ from torch import Tensor
 from fxsplit_encoder.errors import CaptureError
 from fxsplit_encoder.kernels.choice import measuring
 from fxsplit_encoder.kernels.products import fixed
-from fxsplit_encoder.kernels.products.fixed import COUNTS, Layer, VerifiedProducts, same_bits
+from fxsplit_encoder.kernels.products.fixed import Layer, VerifiedProducts, same_bits
 
 CPU = torch.device("cpu")
 WEIGHT = torch.randn(40, 24, generator=torch.Generator().manual_seed(0))
@@ -157,9 +157,3 @@ def test_layers_differ_by_layout_and_epilogue_not_by_weights() -> None:
     assert len(library.counts) == tried + 1
     products(ROWS[:16].clone(), weight.t(), None, "")
     assert len(products.choices(CPU)) == 2
-
-
-def test_every_layer_is_tried_at_counts_that_are_known_beforehand() -> None:
-    assert COUNTS[:6] == (16, 24, 32, 48, 64, 96)
-    assert COUNTS[-1] == 8192
-    assert list(COUNTS) == sorted(set(COUNTS))
