@@ -27,17 +27,6 @@ def test_every_model_has_one_tower(name: str) -> None:
     assert find_towers(torch.compile(model)) == ([found], [])
 
 
-@pytest.mark.parametrize(
-    ("name", "layers"),
-    [("llava", (-2, -1)), ("llava-next", (-2,)), ("mistral3", (-1,)), ("qwen3-vl", ())],
-)
-def test_the_layers_are_those_of_the_configuration(name: str, layers: tuple[int, ...]) -> None:
-    with torch.device("meta"):
-        model = MODELS[name].kind(MODELS[name].config())
-    (found,), _ = find_towers(model)
-    assert found.layers == layers
-
-
 class Tuned(transformers.CLIPVisionModel):
     """Of a class that nobody registered."""
 

@@ -297,17 +297,6 @@ def add_adapters(model: Any, *layers: str) -> Any:
     return peft.get_peft_model(model, peft.LoraConfig(r=2, init_lora_weights=False, target_modules=layers))
 
 
-def test_adapter_layers_of_an_accelerated_tower_are_captured(case: Case) -> None:
-    model, reference = (add_adapters(each, "linear_fc1", "qkv") for each in (case.model, case.reference))
-    case.assert_as_reference()
-    with model.disable_adapter(), reference.disable_adapter():
-        case.assert_as_reference()
-    model.merge_and_unload()
-    reference.merge_and_unload()
-    case.assert_as_reference()
-    assert set(case.misses()) == {MissReason.DISABLED}  # by the captures' code
-
-
 def test_adapters_of_the_language_model_leave_the_tower_captured(case: Case) -> None:
     for model in (case.model, case.reference):
         add_adapters(model, "q_proj", "v_proj")
@@ -319,19 +308,17 @@ def test_adapters_of_the_language_model_leave_the_tower_captured(case: Case) -> 
 # --- accelerate's devices
 
 
-@pytest.mark.parametrize("hooked", ["before", "after"])
 @both
-def test_device_hooks_leave_the_tower_captured(hooked: str, case: Case) -> None:
-    if hooked == "before":
-        fx.restore(case.model)
+def test_device_hooks_from_before_leave_the_tower_captured(case: Case) -> None:
+    """`test_reads.py` has those that come after."""
+    fx.restore(case.model)
     dispatch_model(case.model, {"": "cpu"}, force_hooks=True)
     fx.accelerate(case.model, UNCAPTURED)
     case.assert_as_reference()
     assert set(case.misses()) == {MissReason.DISABLED}
-    if hooked == "before":
-        remove_hook_from_module(case.model, recurse=True)
-        case.assert_as_reference()
-        assert served_towers_of(case.model)
+    remove_hook_from_module(case.model, recurse=True)
+    case.assert_as_reference()
+    assert served_towers_of(case.model)
     fx.restore(case.model)
     with torch.no_grad():
         assert_same_bits(case.features(case.model), case.features(case.reference))

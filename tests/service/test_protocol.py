@@ -179,3 +179,9 @@ def test_a_vector_that_is_no_json_is_refused_with_its_place(value: float) -> Non
     assert (caught.value.status_code, caught.value.index) == (422, 1)
     entries = answer(asked([b"", ""], encoding_format="base64"), *vectors)["data"]
     assert base64.b64decode(entries[1]["embedding"]) == vectors[1].tobytes()
+
+
+def test_an_item_that_is_wrong_is_refused_with_its_place() -> None:
+    with pytest.raises(RequestError, match="expected base64") as caught:
+        read(post(json={"input": ["a", {"image": "no base64!"}]}))
+    assert caught.value.index == 1

@@ -230,16 +230,7 @@ def test_bodies_are_limited_by_what_they_say_and_by_what_comes(running: Running)
     assert (answer.status_code, answer.json()["error"]["type"]) == (413, "too_large")
 
 
-def test_a_bad_image_is_refused_with_its_place(running: Running) -> None:
-    files = [("image", ("a.png", encoded(photograph()))), ("image", ("b.png", b"no image"))]
-    answer = running.embed(files=files)
-    error = answer.json()["error"]
-    assert (answer.status_code, error["type"], error["index"]) == (422, "undecodable_image", 1)
-    answer = running.embed(json={"input": ["a", {"image": "no base64!"}]})
-    assert (answer.status_code, answer.json()["error"]["index"]) == (400, 1)
-
-
-def test_what_waits_beside_a_bad_image_is_not_prepared(
+def test_a_bad_image_is_refused_with_its_place_and_what_waits_beside_it_is_not_prepared(
     running: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prepared: list[bytes] = []
@@ -258,7 +249,8 @@ def test_what_waits_beside_a_bad_image_is_not_prepared(
         answer = running.embed(files=[("image", (f"{n}.png", data)) for n, data in enumerate(images)])
     finally:
         answered.set()
-    assert (answer.status_code, answer.json()["error"]["index"]) == (422, 0)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["type"], error["index"]) == (422, "undecodable_image", 0)
     assert len(prepared) <= workers
 
 
