@@ -12,23 +12,10 @@ from fxsplit_encoder.connector.interfaces import MediaItem, PreparedItem
 from fxsplit_encoder.connector.keys import TowerIdentity
 from fxsplit_encoder.connector.positions import PositionMap
 from fxsplit_encoder.connector.request import TEXT_ONLY, EncodeRequest
-from fxsplit_encoder.connector.states import Residence, State
+from fxsplit_encoder.connector.states import State
 from fxsplit_encoder.errors import ConnectorError, ConnectorFullError, InputError
 
-from .scenes import Stage, connector, image, kind_of, prompt, ready, request, rows_in, rows_of, staged, wait
-
-
-def test_a_ticket_has_its_counts_before_anything_is_encoded() -> None:
-    with staged() as (each, stage):
-        ticket = each.submit(request(image("a", 5), image("b", 7)))
-        assert ticket.token_counts == (5, 7)
-        assert ticket.availability == "deferred"
-        stage.wait_for_batch()
-        assert each.has_pending_work()
-        stage.open()
-        assert wait(ticket) == "ready"
-        assert ticket.metadata(1) == {"media": "b"}
-        assert each.audit() == []
+from .scenes import Stage, connector, image, kind_of, prompt, ready, request, rows_of, staged, wait
 
 
 def test_a_step_tells_each_change_once() -> None:
@@ -108,19 +95,6 @@ def test_an_item_released_before_the_others_can_be_merged_no_more() -> None:
             each.merge(ticket, (0, 8), torch.zeros(8, 8))
 
 
-def test_a_preempted_request_reads_again() -> None:
-    with staged(is_open=True) as (each, stage):
-        kept, discarded = each.submit(request("a", retention="keep")), each.submit(request("b"))
-        for ticket in (kept, discarded):
-            wait(ticket)
-            each.release(ticket)
-        assert each.hold(kept) == "ready"
-        assert each.hold(discarded) == "deferred"
-        assert wait(discarded) == "ready"
-        assert sorted(stage.encoded) == ["a", "b", "b"]
-        assert torch.equal(rows_in(each, discarded), rows_of(image("b")))
-
-
 def test_features_are_shared_within_a_salt_only() -> None:
     with connector() as each:
         ready(each, "a", retention="keep")
@@ -166,22 +140,6 @@ def test_what_cannot_ever_fit_fails_by_itself() -> None:
         )
         repeated = image("a")
         ready(each, repeated, repeated, repeated)
-
-
-def test_features_that_devices_have_no_room_for_lie_on_the_host() -> None:
-    with connector(device_bytes=256) as each:
-        tickets = [each.submit(request(name)) for name in "abcd"]
-        for ticket, name in zip(tickets, "abcd", strict=True):
-            wait(ticket)
-            assert torch.equal(rows_in(each, ticket), rows_of(image(name)))
-        lie = [ticket.residence(0) for ticket in tickets]
-        assert sorted(lie) == [Residence.DEVICE] * 2 + [Residence.HOST] * 2
-        assert each.stats().bytes_used["device cpu"] == 256
-        assert each.stats().bytes_used["host"] == 2 * 4096
-        for ticket in tickets:
-            each.release(ticket)
-            assert ticket.residence(0) is Residence.NONE
-        assert each.audit() == []
 
 
 def test_closing_twice_cancels_once() -> None:

@@ -128,14 +128,6 @@ def test_a_worker_rests_until_it_was_busy_for_no_more_than_its_share() -> None:
     assert take() == pytest.approx(3.0)
 
 
-def test_a_worker_that_rests_ends_when_it_is_told_to() -> None:
-    with connector(max_busy_share=1e-9) as each:
-        ready(each, "a")
-        late = each.submit(request("b"))
-        wait_until_queued(late)
-        each.cancel(late)
-
-
 class Staging(FakeEncoder):
     def stage(self, item: PreparedItem) -> PreparedItem:
         if item.metadata["media"] == "bad":

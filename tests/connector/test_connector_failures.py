@@ -187,20 +187,6 @@ def test_a_batch_that_fails_is_halved_until_the_guilty_is_alone() -> None:
         assert each.stats().split_batches == 3
 
 
-def test_what_failed_for_a_reason_that_may_pass_is_tried_again_if_asked_for() -> None:
-    faults = iter([RuntimeError("once"), RuntimeError("twice")])
-
-    def fail_twice(items: Sequence[PreparedItem]) -> None:
-        if (fault := next(faults, None)) is not None:
-            raise fault
-
-    with connector(stage=fail_twice) as each:
-        ticket = each.submit(request("a", failure=RETRY))
-        assert wait(ticket) == "ready"
-        assert each.stats().retries == 2
-        assert each.audit() == []
-
-
 def test_a_retry_is_not_for_items_that_are_to_blame() -> None:
     with staged(is_open=True, faults={"a": lambda: ValueError("bad pixels")}) as (each, stage):
         ticket = each.submit(request("a", failure=RETRY))
@@ -360,26 +346,6 @@ def test_an_encoder_that_does_not_start_is_given_up_after_some_tries() -> None:
         ticket = each.submit(request("a"))
         assert kind_of(ticket) == ("worker_lost", True)
         assert len(made) == 1 + pool.MOST_RESTARTS
-
-
-def test_a_worker_that_hangs_can_be_replaced_and_its_memory_waits_for_it() -> None:
-    entered, may_end = threading.Event(), threading.Event()
-
-    def hang_once(items: Sequence[PreparedItem]) -> None:
-        if not entered.is_set():
-            entered.set()
-            assert may_end.wait(PATIENCE_S)
-
-    with connector(stage=hang_once) as each:
-        ticket = each.submit(request("a"))
-        assert entered.wait(PATIENCE_S)
-        each.restart_worker("worker 0")
-        assert wait(ticket) == "ready"
-        assert each.stats().bytes_used["staging worker 0"] == 128, "the thread may still write there"
-        assert each.audit() == []
-        may_end.set()
-        wait_until(lambda: not each.stats().bytes_used["staging worker 0"])
-        assert each.audit() == []
 
 
 def test_a_worker_that_hangs_is_given_up_by_itself() -> None:

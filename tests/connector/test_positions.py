@@ -232,18 +232,3 @@ def test_embeddings_that_autograd_watches_are_written_too() -> None:
     out.sum().backward()
     assert weight.grad is not None
     assert torch.equal(weight.grad, torch.full((1, 8), 2.0))
-
-
-@pytest.mark.parametrize(
-    ("rows", "message"),
-    [
-        (None, r"item 0: expected rows of \(4 or more, 6\); got none"),
-        (torch.zeros(3, WIDTH), r"item 0: expected rows of \(4 or more, 6\); got \(3, 6\)"),
-        (torch.zeros(4, WIDTH + 1), r"item 0: .* got \(4, 7\)"),
-    ],
-)
-def test_nothing_is_written_unless_everything_fits(rows: Tensor | None, message: str) -> None:
-    out = torch.full((9, WIDTH), 7.0)
-    with pytest.raises(InputError, match=message):
-        merge_rows([rows], PositionMap([5, 9], ["image"], {"image": 9}).places([4], 0, 5), out)
-    assert (out == 7).all()

@@ -10,16 +10,9 @@ from request_scheduler import RequestScheduler
 from torch import nn
 
 from fxsplit_encoder.connector.request import TEXT_ONLY, EncodeRequest
-from fxsplit_encoder.connector.states import State, check_transition
 from fxsplit_encoder.connector.statistics import BOUNDS, Durations
 
 from .scenes import Stage, connector, image, prompt, request, rows_of, wait
-
-
-def test_other_changes_are_faults_of_ours() -> None:
-    check_transition(State.NEW, State.QUEUED, "x")
-    with pytest.raises(AssertionError, match="x: ready -> queued"):
-        check_transition(State.READY, State.QUEUED, "x")
 
 
 @given(st.lists(st.floats(0, 1000), min_size=1, max_size=50))

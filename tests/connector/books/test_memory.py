@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from fxsplit_encoder.connector.books.audit import audit
 from fxsplit_encoder.connector.books.encoding import Batch
-from fxsplit_encoder.connector.books.tickets import Account, capacity_of
+from fxsplit_encoder.connector.books.tickets import Account
 from fxsplit_encoder.connector.interfaces import MediaItem
 from fxsplit_encoder.connector.request import EncodeRequest
 from fxsplit_encoder.connector.states import State
@@ -47,14 +45,6 @@ def test_books_that_were_tampered_with_do_not_add_up() -> None:
 
 
 PAGE = 4096
-
-
-@given(st.integers(1, 1 << 40))
-def test_a_buffer_is_a_power_of_two_and_no_more_than_twice_as_large(num_bytes: int) -> None:
-    capacity = capacity_of(num_bytes)
-    assert capacity.bit_count() == 1
-    assert num_bytes <= capacity
-    assert capacity == PAGE or capacity < 2 * num_bytes
 
 
 def launched(bench: Bench, name: str) -> Batch:

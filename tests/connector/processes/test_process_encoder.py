@@ -235,24 +235,6 @@ def test_a_process_that_breaks_the_protocol_is_ended(
     assert not encoder.is_alive
 
 
-def test_a_socket_that_others_have_inherited_does_not_hide_the_end(
-    make_encoder: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    kept: list[int] = []
-
-    def launch(connection: int, memory: int, options: Any) -> Any:
-        kept.append(os.dup(connection))  # as a process that was forked meanwhile has it
-        return fork(connection, memory, options)
-
-    monkeypatch.setattr(process_encoder, "launch", launch)
-    encoder = make_encoder()
-    assert encoder.pid is not None
-    os.kill(encoder.pid, signal.SIGKILL)
-    wait_until(lambda: not encoder.is_alive)
-    encoder.close()
-    os.close(kept[0])
-
-
 def running(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What is launched from now on."""
     launched: list[Any] = []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from typing import Any
 
 import pytest
 
@@ -97,22 +96,6 @@ def test_items_are_preprocessed_though_others_are_to_be_hashed() -> None:
             )
         bench.books.settle()
     assert kinds == [True, False] * 6
-
-
-def test_a_step_looks_at_no_ticket_that_is_ready(monkeypatch: pytest.MonkeyPatch) -> None:
-    with connector() as each:
-        tickets = [each.submit(request(f"image {number}")) for number in range(50)]
-        for ticket in tickets:
-            wait(ticket)
-        each.step()
-        looked: list[object] = []
-        kind = type(tickets[0])
-        is_settled: Any = kind.is_settled.fget  # type: ignore[attr-defined]
-        monkeypatch.setattr(
-            kind, "is_settled", property(lambda self: looked.append(self) or is_settled(self))
-        )
-        assert each.step().deferred == () and not each.has_pending_work()
-        assert looked == []
 
 
 def test_a_batch_that_comes_while_another_is_computed_is_given_to_the_device_at_once() -> None:
