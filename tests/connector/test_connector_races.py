@@ -55,20 +55,6 @@ def test_a_thousand_cancellations_race_with_encoding() -> None:
     assert_nothing_is_left(each)
 
 
-def test_what_waits_and_is_cancelled_never_enters_a_batch() -> None:
-    with staged() as (each, stage):
-        running = each.submit(request("a"))
-        stage.wait_for_batch()
-        waiting = [each.submit(request(f"b{number}")) for number in range(10)]
-        for ticket in waiting[:9]:
-            each.cancel(ticket)
-        each.cancel(running)
-        stage.open()
-        assert wait(waiting[9]) == "ready"
-        assert stage.encoded == ["a", "b9"]
-        assert each.stats().discarded == 1
-
-
 def test_tickets_can_be_awaited_and_awaiting_be_given_up() -> None:
     stage = Stage(is_open=False)
 

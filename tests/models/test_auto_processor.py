@@ -104,10 +104,3 @@ def test_one_that_cannot_be_made_is_done_without(
     assert found.processors().own is None
     prepared = FAMILIES["qwen3_vl"].prepare(settings, found.processors()).image(noise(96, 64))
     assert prepared.tensors["pixel_values"].shape == (24, 1536)
-
-
-def test_without_settings_none_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found, _ = checkpoint(tmp_path, "qwen3_vl")
-    (tmp_path / "preprocessor_config.json").unlink()
-    stand_in(monkeypatch, pytest.fail)
-    assert found.processors().own is None

@@ -60,12 +60,6 @@ def test_the_dtype_is_the_parameters_but_not_the_frequencies(
     assert torch.nn.functional.cosine_similarity(ours, exact).min() > 0.99
 
 
-def test_mixture_of_experts_models_have_the_same_tower(save_checkpoint: SaveCheckpoint) -> None:
-    directory = save_checkpoint()
-    edit_json(directory / "config.json", lambda config: config.update(model_type="qwen3_vl_moe"))
-    assert load_tower(directory, torch.float32, CPU).config.depth == 2
-
-
 def test_missing_and_unexpected_tensors_are_named(save_checkpoint: SaveCheckpoint) -> None:
     directory = save_checkpoint()
     tensors = load_file(directory / "model.safetensors")

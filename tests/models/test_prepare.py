@@ -20,12 +20,10 @@ from fxsplit_encoder.models.patches import (
     IMAGE_FORMAT,
     VIDEO_FORMAT,
     BlockPatches,
-    PatchFormat,
     video_frame_size,
 )
 from fxsplit_encoder.models.prepare import (
     EncoderInputs,
-    Normalization,
     ProcessorSettings,
     find_files,
     unique_keys,
@@ -320,19 +318,3 @@ def test_an_odd_last_frame_is_repeated() -> None:
     frames = [noise(64, 64, i) for i in range(3)]
     odd, even = (VIDEO_FORMAT.patches(given, (2, 4, 4)) for given in (frames, [*frames, frames[-1]]))
     assert torch.equal(odd, even)
-
-
-def test_settings_of_a_processor_replace_the_defaults() -> None:
-    settings = {
-        "size": {"shortest_edge": 65536, "longest_edge": 99999},
-        "patch_size": 14,
-        "image_mean": [0.1, 0.2, 0.3],
-        "image_processor_type": "Qwen2VLImageProcessor",
-    }
-    form = IMAGE_FORMAT.updated(settings)
-    assert form == PatchFormat(
-        65536, 99999, patch_size=14, normalization=Normalization((0.1, 0.2, 0.3), (0.5, 0.5, 0.5))
-    )
-    assert form.factor == 28
-    assert IMAGE_FORMAT.updated({"min_pixels": 1, "max_pixels": 2}) == PatchFormat(1, 2)
-    assert IMAGE_FORMAT.updated({}) is not None

@@ -19,7 +19,7 @@ from transformers import (
 import fxsplit_encoder as fx
 from fxsplit_encoder.towers.tiles import MASKED_ATTENTION_TAKES_UNKNOWN_SIZES
 
-from .conformance import Case, assert_compiled_once, assert_modes_agree
+from .conformance import Case, assert_compiled_once
 from .dense_models import SHAPE, BiasedTower, PlainTower, assert_close, random_tiles
 from .random_weights import randomize
 from .tiny_inputs import TileInputs
@@ -67,19 +67,6 @@ def test_rows_are_those_that_the_declaration_names(name: str) -> None:
     output = spec.output(result) if callable(spec.output) else result[spec.output]
     got = fx.wrap(make(), spec).encoder_eager_forward({"pixel_values": x})
     assert_close([got], [output[:, spec.rows].flatten(0, 1)])
-
-
-@pytest.mark.slow
-@torch.no_grad()
-def test_every_mode_and_batch_of_one_that_leaves_a_layer_out() -> None:
-    make, spec = TOWERS["clip before its last layer"]
-    case = Case("clip", fx.wrap(make(), spec), TileInputs())
-    assert_modes_agree(case)
-    bound = case.manager.programs["default"]
-    assert bound is not None
-    assert bound.program.padding.proved
-    assert (len(bound.program.splits), len(bound.program.pieces)) == (1, 2)
-    assert bound.program.num_distinct == 2
 
 
 @pytest.mark.slow

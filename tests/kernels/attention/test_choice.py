@@ -111,14 +111,6 @@ def test_nothing_is_measured_outside_of_a_warm_up() -> None:
     assert len(meter.measured) == 1
 
 
-def test_a_class_is_measured_once_and_its_bounds_are_those_of_the_measured_call() -> None:
-    chooser, meter = make()
-    with measuring():
-        for tokens in (1025, 1200, 1536):
-            chooser.ranking(shape(tokens, segments=7))
-    assert [of for of, _ in meter.measured] == [shape(1536, segments=8)]
-
-
 def test_where_nothing_else_works_last_resorts_are_used_and_never_measured() -> None:
     chooser, meter = make(FakeKernel("other", lambda shape: False), SLOW)
     with measuring():
