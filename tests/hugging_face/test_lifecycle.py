@@ -22,8 +22,11 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import fxsplit_encoder as fx
+from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.hugging_face import served_towers_of
 from fxsplit_encoder.planning.plan import MissReason
+from tests.towers import tiny_towers
+from tests.towers.tiny_inputs import Item
 
 from .comparisons import assert_close, assert_same_bits, generated
 from .conftest import config_of
@@ -431,3 +434,42 @@ def test_whoever_traces_the_tower_gets_the_untouched_one(
 def test_the_forward_shows_the_towers_own_signature(case: Case) -> None:
     assert inspect.signature(case.tower.forward) == inspect.signature(case.reference_tower.forward)
     assert case.tower.forward.__doc__ == case.reference_tower.forward.__doc__
+
+
+# --- promised bits
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def test_images_get_the_bits_that_they_get_alone_and_other_calls_are_refused(one_thread: None) -> None:
+    config = fx.EncoderConfig(invariant=True, mode="full", token_budgets=[16, 64], max_items_per_batch=4)
+    tower: Any = fx.accelerate(tiny_towers.make("Qwen3VLVisionModel"), config)
+    items = [Item("image", (1, side, 6), side) for side in (2, 4, 8)]
+    inputs = tiny_towers.QWEN
+
+    def encoded(chosen: list[Item]) -> list[torch.Tensor]:
+        given = inputs.make(chosen)
+        with torch.no_grad():
+            output = tower(given["pixel_values"], given["image_grid_thw"])
+        return list(output.pooler_output.split([inputs.tokens(item) for item in chosen]))
+
+    together = encoded(items)
+    for item, result in zip(items, together, strict=True):
+        assert torch.equal(encoded([item])[0], result)
+    assert served_towers_of(tower)
+    assert fx.stats(tower).hit_rate == 1.0
+    given = inputs.make(items)
+    with (
+        torch.autocast("cpu"),
+        torch.no_grad(),
+        pytest.raises(InputError, match=r"invariant: .*\(autocast\)"),
+    ):
+        tower(given["pixel_values"], given["image_grid_thw"])
+    with pytest.raises(InputError, match=r"invariant: .*\(gradients\)"):
+        tower(given["pixel_values"].requires_grad_(), given["image_grid_thw"])
