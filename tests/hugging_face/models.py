@@ -8,7 +8,6 @@ patches are a token. The others take images or tiles of 16 x 16 pixels, 4 x 4 pa
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -28,62 +27,21 @@ SPECIAL = {
     "vision_start_token_id": START,
     "vision_end_token_id": END,
 }
-GLM_SPECIAL = {
-    "image_token_id": IMAGE,
-    "video_token_id": VIDEO,
-    "image_start_token_id": START,
-    "image_end_token_id": END,
-    "video_start_token_id": START - 3,
-    "video_end_token_id": START - 4,
-}
 ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
-DEEPSEEK = {
-    "model_type": "deepseek_v3",
-    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-    "head_dim": 8,
-    "moe_intermediate_size": 16,
-    "n_routed_experts": 2,
-    "num_experts_per_tok": 1,
-    "n_group": 1,
-    "topk_group": 1,
-    "first_k_dense_replace": 0,
-    "n_shared_experts": 1,
-    "num_key_value_heads": 4,
-    "kv_lora_rank": 8,
-    "q_lora_rank": 8,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 8,
-}
-
 BLOCKS = {"depth": 2, "num_heads": 2, "patch_size": PATCH, "hidden_size": 32}
 WIDE = {**BLOCKS, "intermediate_size": 48, "out_hidden_size": 32}
 DEEPSTACK = {**WIDE, "num_position_embeddings": 49, "deepstack_visual_indexes": [0]}
-KIMI = {
-    "num_hidden_layers": 2,
-    "hidden_size": 48,
-    "num_attention_heads": 4,
-    "intermediate_size": 80,
-    "pos_emb_height": 8,
-    "pos_emb_width": 8,
-    "patch_size": PATCH,
-}
 
 
-def patches(*features: int) -> Pixels:
-    """Inputs with patches of these features."""
-
-    def make(images: Sequence[Item], videos: Sequence[Item], generator: torch.Generator) -> dict[str, Any]:
-        inputs: dict[str, Any] = {}
-        grids = (("", "image", [(1, *image) for image in images]), ("_videos", "video", list(videos)))
-        for suffix, name, own in grids:
-            if own:
-                rows = sum(t * h * w for t, h, w in own)
-                inputs[f"pixel_values{suffix}"] = torch.randn(rows, *features, generator=generator)
-                inputs[f"{name}_grid_thw"] = torch.tensor(own)
-        return inputs
-
-    return make
+def patches(images: Sequence[Item], videos: Sequence[Item], generator: torch.Generator) -> dict[str, Any]:
+    inputs: dict[str, Any] = {}
+    grids = (("", "image", [(1, *image) for image in images]), ("_videos", "video", list(videos)))
+    for suffix, name, own in grids:
+        if own:
+            rows = sum(t * h * w for t, h, w in own)
+            inputs[f"pixel_values{suffix}"] = torch.randn(rows, 2 * 3 * PATCH**2, generator=generator)
+            inputs[f"{name}_grid_thw"] = torch.tensor(own)
+    return inputs
 
 
 def image_runs(image: Item) -> Runs:
@@ -95,12 +53,8 @@ def whole_video(video: Item) -> Runs:
     return [(VIDEO, frames * rows * columns // 4)]
 
 
-def frame_by_frame(video: Item, token: int = VIDEO) -> Runs:
-    return [(token, video[1] * video[2] // 4)] * video[0]
-
-
-def pooled_video(video: Item) -> Runs:
-    return [(VIDEO, video[1] * video[2] // 4)]
+def frame_by_frame(video: Item) -> Runs:
+    return [(VIDEO, video[1] * video[2] // 4)] * video[0]
 
 
 def arguments_of(vision: dict[str, Any], text: dict[str, Any], special: dict[str, Any]) -> dict[str, Any]:
@@ -113,11 +67,10 @@ def of_grids(
     vision: dict[str, Any],
     text: dict[str, Any],
     video_runs: Callable[[Item], Runs] = frame_by_frame,
-    special: dict[str, Any] = SPECIAL,
     **options: Any,
 ) -> TinyModel:
     values = {
-        "pixels": patches(2 * 3 * PATCH**2),
+        "pixels": patches,
         "image_runs": image_runs,
         "images": IMAGES,
         "video_runs": video_runs,
@@ -126,7 +79,7 @@ def of_grids(
         "settings": {"token_budgets": (16, 32)},
         **options,
     }
-    return TinyModel(family, arguments_of(vision, text, special), **values)
+    return TinyModel(family, arguments_of(vision, text, SPECIAL), **values)
 
 
 QWEN2 = {"rope_parameters": ROPE}
@@ -136,26 +89,6 @@ WINDOWS = {**WIDE, "window_size": 4 * PATCH, "fullatt_block_indexes": [1]}
 GRID_MODELS = {
     "qwen2.5-vl": of_grids("Qwen2_5_VL", WINDOWS, QWEN2, whole_video, exhaustive=True),
     "qwen3-vl": of_grids("Qwen3VL", DEEPSTACK, QWEN3_TEXT),
-    "glm-4.1v": of_grids(
-        "Glm4v",
-        {**WIDE, "image_size": 6 * PATCH},
-        QWEN2,
-        partial(frame_by_frame, token=IMAGE),
-        GLM_SPECIAL,
-        video_alone=True,
-        exhaustive=True,
-    ),
-    "kimi-k2.5": of_grids(
-        "Kimi_K25",
-        KIMI,
-        DEEPSEEK,
-        pooled_video,
-        {"image_token_id": IMAGE, "video_token_id": VIDEO, "projection_hidden_size": 48},
-        pixels=patches(3, PATCH, PATCH),
-        video=(1, 4, 4),  # its own features of longer clips are cut as if frames were not pooled
-        token_types=False,
-        exhaustive=True,
-    ),
 }
 
 SIZE = 16
@@ -276,14 +209,6 @@ TILE_MODELS = {
         shuffled,
         images=(1, 3, 2),
         features=llama4_features,
-        exhaustive=True,
-    ),
-    "llava": of_tiles(
-        "Llava",
-        CLIP,
-        LLAMA,
-        {**BY_INDEX, "vision_feature_layer": [-2, -1]},
-        lambda count: 16 * count,
         exhaustive=True,
     ),
     "llava-next": of_tiles(

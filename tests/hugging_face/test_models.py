@@ -39,7 +39,7 @@ def requests(tiny: Any) -> dict[str, dict[str, Any]]:
         "batch": tiny.inputs([[first], [second, third]], seed=2),
     }
     if tiny.video_runs is not None:
-        made["video"] = tiny.inputs([[] if tiny.video_alone else [third]], [tiny.video], seed=3)
+        made["video"] = tiny.inputs([[third]], [tiny.video], seed=3)
     return made
 
 

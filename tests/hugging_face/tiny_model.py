@@ -43,8 +43,6 @@ class TinyModel:
     """Whether it gives embeddings, and has no language model."""
     token_types: bool = False
     """Whether it wants to be told which tokens are an image's."""
-    video_alone: bool = False
-    """Whether the tokens of a video are an image's, so that there is no image beside it."""
     exhaustive: bool = False
     """Whether `make test-all` alone captures it."""
     settings: dict[str, Any] = field(default_factory=dict)
@@ -82,9 +80,7 @@ class TinyModel:
         inputs: dict[str, Any] = batch([sequence(items, n) for n, items in enumerate(runs)])
         images = [image for one in sequences for image in one]
         if self.token_types:
-            inputs["mm_token_type_ids"] = token_types(
-                inputs["input_ids"], image=2 if videos and not images else 1
-            )
+            inputs["mm_token_type_ids"] = token_types(inputs["input_ids"])
         return {**inputs, **(self.pixels(images, videos, generator) if images or videos else {})}
 
     def image_inputs(self, images: Sequence[Item], seed: int = 0) -> dict[str, Any]:
@@ -92,9 +88,9 @@ class TinyModel:
         return self.pixels(images, (), torch.Generator().manual_seed(seed))
 
 
-def token_types(ids: torch.Tensor, image: int) -> torch.Tensor:
+def token_types(ids: torch.Tensor) -> torch.Tensor:
     """0 for text, 1 for images, 2 for videos."""
-    return image * (ids == IMAGE).long() + 2 * (ids == VIDEO).long()
+    return (ids == IMAGE).long() + 2 * (ids == VIDEO).long()
 
 
 def randomize(model: nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""Step3's tower against its formulas in float64, by the checkpoint's names; Step-3.7's against the library's own."""
+"""Step3's tower against its formulas in float64; Step-3.7's against the model library's own."""
 
 from __future__ import annotations
 

@@ -385,9 +385,3 @@ def test_a_process_gets_our_path_its_variables_and_two_descriptors(
         assert words.split()[3:7] == [*map(str, given), str(os.getpid()), "5"]
         assert words.endswith(f"{Path.cwd()}:/somewhere 1")
         assert {*map(str, given)} <= {*descriptors}
-
-
-def test_a_python_that_is_not_there_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "executable", "/nowhere/python")
-    with pytest.raises(InputError, match="cannot be started"):
-        launch(0, 1, ProcessOptions())
