@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -133,15 +132,6 @@ def test_every_row_is_where_a_walk_over_the_tokens_puts_it(
     for item, row, position in walked(prompt.places(counts, start, stop)):
         got[position] = (item, row)
     assert got == expected[start:stop]
-
-
-def test_a_map_of_many_tokens_is_made_once() -> None:
-    prompt = PositionMap(np.full(100_000, IMAGE), ["image"] * 10, {"image": IMAGE})
-    counts = [10_000] * 10
-    assert prompt.merged_length(counts) == 100_000
-    prompt.prompt_ids = np.empty(0, np.int64)  # of which another would be made
-    for start in range(0, 97_280, 512):
-        assert prompt.places(counts, start, start + 512).rows[0] == start % 10_000
 
 
 WIDTH = 6

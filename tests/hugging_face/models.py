@@ -2,7 +2,7 @@
 `test_classes.py` has every class.
 
 Of those that take grids an image is (rows, columns) of patches, a video has its frames before them; 2 x 2
-patches are a token. The others take images or tiles of 16 x 16 pixels, 4 x 4 patches, and Pixtral any size.
+patches are a token. The others take images or tiles of 16 x 16 pixels, 4 x 4 patches.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from ..towers.tiny_tiles import llama4_sizes
 from ..towers.tiny_views import step3p7_sizes
 from .prompts import END, IMAGE, START, TEXT, VIDEO, Runs
 from .tiny_model import Item, Pixels, TinyModel
@@ -102,7 +101,7 @@ TOWER: dict[str, Any] = {
 }
 CLIP = {**TOWER, "model_type": "clip_vision_model"}
 SIGLIP = {**TOWER, "model_type": "siglip_vision_model", "vision_use_head": False}
-LLAMA4, STEP = llama4_sizes(2), step3p7_sizes(2)
+STEP = step3p7_sizes(2)
 STEP_TEXT = {
     "moe_intermediate_size": 8,
     "share_expert_dim": 8,
@@ -127,14 +126,6 @@ def padded_tiles(
     pixels = torch.randn(1, sum(images) + 1, 3, SIZE, SIZE, generator=generator)
     pixels[:, -1] = 0.0
     return {"pixel_values": pixels}
-
-
-def sized(images: Sequence[Item], videos: Sequence[Item], generator: torch.Generator) -> dict[str, Any]:
-    """Images padded to the largest; one is (rows, columns) of patches."""
-    height, width = (4 * max(side) for side in zip(*images, strict=True))
-    sizes = torch.tensor([(4 * rows, 4 * columns) for rows, columns in images])
-    pixels = torch.randn(len(images), 3, height, width, generator=generator)
-    return {"pixel_values": pixels, "image_sizes": sizes}
 
 
 def any_resolution(
@@ -179,10 +170,6 @@ def of_tiles(
     return TinyModel(family, arguments_of(vision, text, special), pixels, runs, images, **options)
 
 
-def llama4_features(model: Any, inputs: dict[str, Any]) -> Any:
-    return model.get_image_features(**inputs, vision_feature_select_strategy="default")
-
-
 def shuffled(count: int) -> int:
     """Tokens of tiles of which each four patches are one."""
     return 4 * count
@@ -190,7 +177,6 @@ def shuffled(count: int) -> int:
 
 BY_ID, BY_INDEX = {"image_token_id": IMAGE}, {"image_token_index": IMAGE}
 LLAMA, QWEN = {"model_type": "llama"}, {"model_type": "qwen2"}
-LLAMA4_TEXT = {**HEAD, "intermediate_size_mlp": 48, "num_local_experts": 2, "num_experts_per_tok": 1}
 TILE_MODELS = {
     "internvl": of_tiles(
         "InternVL",
@@ -199,16 +185,6 @@ TILE_MODELS = {
         BY_ID,
         shuffled,
         images=(1, 2, 3),
-        exhaustive=True,
-    ),
-    "llama4": of_tiles(
-        "Llama4",
-        LLAMA4,
-        LLAMA4_TEXT,
-        BY_INDEX,
-        shuffled,
-        images=(1, 3, 2),
-        features=llama4_features,
         exhaustive=True,
     ),
     "llava-next": of_tiles(
@@ -232,17 +208,6 @@ TILE_MODELS = {
         shuffled,
         padded_tiles,
         (1, 3, 2),
-    ),
-    "mistral3": of_tiles(
-        "Mistral3",
-        {**TOWER, "model_type": "pixtral", "head_dim": 16, "image_size": 64},
-        {"model_type": "mistral", **HEAD},
-        {**BY_INDEX, "spatial_merge_size": 2},
-        lambda image: image[0] * image[1] // 4,
-        sized,
-        IMAGES,
-        exhaustive=True,
-        settings={"token_budgets": (32, 64)},
     ),
     "step-3.7": of_tiles(
         "Step3p7", STEP, STEP_TEXT, BY_ID, lambda crops: 16 + 9 * crops, views, (0, 2, 1), exhaustive=True

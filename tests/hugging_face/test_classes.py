@@ -18,7 +18,9 @@ ASKS_FOR_ALL = {"FlavaModel"}
 """Models that ask for all hidden states and read one, which is captured from the second call on."""
 
 
-OF_THEIR_OWN = {f"{family}ForConditionalGeneration" for family in ("Glm4v", "Kimi_K25", "Llava")}
+OF_THEIR_OWN = {
+    f"{family}ForConditionalGeneration" for family in ("Glm4v", "Kimi_K25", "Llama4", "Llava", "Mistral3")
+}
 
 
 def is_quick(name: str) -> bool:

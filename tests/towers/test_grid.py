@@ -105,13 +105,10 @@ def test_grids_are_read_from_any_container(grids: Any) -> None:
     ("grids", "message"),
     [
         ([[1, 4]], r"rows of three integers .* got \[1, 4\]"),
-        ([1, 4, 4], "rows of three integers .* got 1"),
         (torch.tensor(5), "got 5"),
         (torch.tensor([[1.0, 4.5, 4.0]]), r"got \[1.0, 4.5, 4.0\]"),
         ([["1", 4, 4]], r"got \['1', 4, 4\]"),
-        ([None], "got None"),
         ([[1, 4, 4], [0, 4, 4]], r"at least 1 frame .* got \(0, 4, 4\)"),
-        ([[1, 4, -2]], r"got \(1, 4, -2\)"),
         ([[1, 5, 4]], r"merge size 2 in patches; got \(1, 5, 4\)"),
     ],
 )

@@ -2,30 +2,14 @@
 
 from __future__ import annotations
 
-import pytest
-
 from fxsplit_encoder.connector.books.audit import audit
 from fxsplit_encoder.connector.books.encoding import Batch
-from fxsplit_encoder.connector.books.tickets import Account
 from fxsplit_encoder.connector.interfaces import MediaItem
 from fxsplit_encoder.connector.request import EncodeRequest
 from fxsplit_encoder.connector.states import State
 
 from ..scenes import image, request
 from .test_any_history import MEDIA, AnyHistory, Bench
-
-
-def test_bytes_are_reserved_within_a_limit_and_freed_once() -> None:
-    account = Account("host", 100)
-    memory = account.take(60)
-    assert (account.free, account.used, account.peak) == (40, 60, 60)
-    with pytest.raises(AssertionError, match="host: 41 bytes of 40"):
-        account.take(41)
-    memory.free()
-    with pytest.raises(AssertionError, match="60 bytes of host are freed twice"):
-        memory.free()
-    assert (account.used, account.peak) == (0, 60)
-    assert Account("inputs", None).take(1 << 50).num_bytes == 1 << 50
 
 
 def test_books_that_were_tampered_with_do_not_add_up() -> None:

@@ -290,26 +290,6 @@ def test_a_kernel_that_was_missing_is_compared_once_it_is_there(tmp_path: Any) -
     assert measured(None) == []
 
 
-def test_what_was_measured_elsewhere_is_not_measured_again() -> None:
-    chooser, meter = make()
-    with measuring():
-        chooser.ranking(shape(2048))
-    measured = chooser.measurements.table(CUDA)
-    other, other_meter = make()
-    assert chosen(other, shape(2048)) == "base"
-    other.measurements.add(CUDA, measured)
-    with measuring():
-        assert chosen(other, shape(2048)) == chosen(chooser, shape(2048)) == "fast"
-        assert meter.measured and not other_meter.measured
-        chosen(other, shape(256))
-    assert len(other_meter.measured) == 1
-    with measuring():
-        chosen(chooser, shape(256))
-    before = chooser.measurements.table(CUDA)
-    chooser.measurements.add(CUDA, {each: Measured({"base": 9.0}) for each in before})
-    assert chooser.measurements.table(CUDA) == before  # what was measured here stays
-
-
 # --- pins
 
 

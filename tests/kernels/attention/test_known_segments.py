@@ -90,18 +90,6 @@ def test_neighbors_of_one_length_are_one_dense_batch_from_the_second_time_on() -
     assert device.calls() == ([(1, 6)], [])  # a batch of one is another shape, and new
 
 
-def test_all_go_to_one_kernel_where_several_would_take_longer() -> None:
-    # A tenth is gained where the dense kernel runs: nearly everywhere, or for one segment of many.
-    for lengths, are_shared in (([5, *[19, 1] * 3], True), ([5, *[4, 3] * 20], False)):
-        device = Device(dense_us=900.0)
-        device.run(lengths)
-        device.calls()
-        device.run(lengths)
-        packed, dense = device.calls()
-        assert (len(dense) > 0) == are_shared
-        assert are_shared or packed == [(len(lengths), 5)]
-
-
 @pytest.mark.parametrize(("microseconds", "are_shared"), [(0.2, False), (1000.0, True)])
 def test_kernels_share_the_segments_unless_their_calls_cost_the_host_more_than_they_gain(
     microseconds: float, are_shared: bool

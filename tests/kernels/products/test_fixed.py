@@ -12,7 +12,6 @@ from torch import Tensor
 
 from fxsplit_encoder.kernels.products import fixed
 from fxsplit_encoder.kernels.products.fixed import (
-    BLOCK_ROWS,
     GELU_TANH,
     NOTHING,
     Layer,
@@ -80,11 +79,6 @@ def test_where_a_place_in_a_block_shows_rows_go_one_by_one(monkeypatch: pytest.M
     together = fixed_linear(rows, weight.t(), bias, NOTHING)
     assert counts[-70:] == [1] * 70
     assert torch.equal(fixed_linear(rows[50:], weight.t(), bias, NOTHING), together[50:])
-
-
-def test_a_block_that_shows_no_place_is_taken_whole() -> None:
-    weight, bias = layer(24, 40, torch.float32)
-    assert fixed.block_rows(Layer.of(torch.randn(70, 24), weight.t(), bias, NOTHING)) == BLOCK_ROWS
 
 
 def test_it_is_an_operator_as_torch_expects_it() -> None:

@@ -96,16 +96,6 @@ def test_a_library_with_equal_bits_is_used_at_counts_that_were_tried_alone() -> 
     assert line == "products: 1 layers by cuBLAS, with equal bits at 6 counts of rows"  # and 24, 48
 
 
-def test_a_count_that_is_warmed_up_is_tried_itself() -> None:
-    library = Library()
-    products = VerifiedProducts(library, own, FEW)
-    with measuring():
-        run(products, 77)
-    library.counts.clear()
-    run(products, 77)
-    assert library.counts == [77]
-
-
 def test_a_count_with_other_bits_is_filled_up_or_cut() -> None:
     """It came after the layer was taken: what was handed out before stays right."""
     library = Library(lambda count: count in (96, 192, 256))
