@@ -58,13 +58,13 @@ def test_a_scrape_shows_the_counts() -> None:
     made = BudgetStats(mode="full", graph_bytes=2**20, timed_replays=2, milliseconds=4.0)
     source.statistics.record_captures({CaptureKey("default", 64): made}, 2**10)
     source.statistics.record_replay(CaptureKey("default", 64), 48)
-    source.statistics.record_replay(CaptureKey("local", 128), 128)
+    source.statistics.record_replay(CaptureKey("local", 128, ("wide", 3)), 128)
     scraped = scrape(registry)
     assert sample(scraped, "item_hits_total") == 3
     assert sample(scraped, "item_misses_total", reason="not_captured") == 2
     small = {"path": "default", "token_budget": "64", "axis_keys": ""}
     assert [sample(scraped, name, **small) for name in BUDGETS] == [1, 48, 16, 2**20, 0.002]
-    large = {"path": "local", "token_budget": "128", "axis_keys": ""}
+    large = {"path": "local", "token_budget": "128", "axis_keys": "wide, 3"}
     assert [sample(scraped, name, **large) for name in BUDGETS[:-1]] == [1, 128, 0, 0]
     assert ("calibrated_replay_seconds", frozenset(large.items())) not in scraped
 

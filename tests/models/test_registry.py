@@ -62,6 +62,20 @@ def test_towers_have_their_published_sizes(model: str) -> None:
     assert wrapped.out_hidden_size == hidden
 
 
+@pytest.mark.parametrize(
+    ("model", "name", "by_blocks"),
+    [
+        ("qwen3-vl-8b", "deepstack_visual_indexes", {1: [0], 4: [1, 2, 3], 27: [8, 16, 24]}),
+        ("qwen2.5-vl-7b", "fullatt_block_indexes", {1: [0], 10: [7, 9], 32: [7, 15, 23, 31]}),
+        ("deepseek-ocr", "global_attn_indexes", {1: [0], 4: [1], 24: [2, 5, 8, 11]}),
+    ],
+)
+def test_levels_fit_the_depth(model: str, name: str, by_blocks: dict[int, list[int]]) -> None:
+    for blocks, expected in by_blocks.items():
+        vision: Any = architecture(model).settings(blocks)["vision_config"]
+        assert (vision["width"]["sam_vit_b"] if "width" in vision else vision)[name] == expected
+
+
 def test_an_unknown_architecture_is_refused_with_the_known_ones() -> None:
     with pytest.raises(InputError, match=r"--model gpt: expected one of qwen3-vl-8b, .*step3p7"):
         demo_tower(1, model="gpt")

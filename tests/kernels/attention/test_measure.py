@@ -166,3 +166,14 @@ def test_examples_are_calls_of_their_shape(of: AttentionShape) -> None:
     assert max(lists[0]) == of.longest
     if of.equal:
         assert set(lists[0]) == {of.longest}
+
+
+def test_random_values_leave_the_programs_own_alone() -> None:
+    torch.manual_seed(3)
+    expected = torch.rand(1)
+    torch.manual_seed(3)
+    first, again = AttentionMeter().examples(SMALL)[0], AttentionMeter().examples(SMALL)[0]
+    assert torch.equal(torch.rand(1), expected)
+    assert torch.equal(first.query, again.query)
+    assert first.query.std() > 0.5
+    assert not first.query.is_contiguous()

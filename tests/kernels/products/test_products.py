@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from fxsplit_encoder.cli.inspection import class_rows
 from fxsplit_encoder.errors import ConfigError, InputError
 from fxsplit_encoder.kernels.choice import KernelMeasurements, choosing, measuring
 from fxsplit_encoder.kernels.meter import Measured
+from fxsplit_encoder.kernels.products import measured
 from fxsplit_encoder.kernels.products.measured import (
     ACTIVATIONS,
     KERNELS,
@@ -186,6 +189,14 @@ def test_weights_come_from_memory_as_in_a_tower() -> None:
     for _ in range(4):
         call()
     assert [next(n for n, w in enumerate(example.weights) if w is each) for each in seen] == [0, 1, 2, 0]
+
+
+def test_the_copies_are_more_than_the_cache_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    properties = SimpleNamespace(L2_cache_size=50 << 20)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    sizes = 1 << 26, 4352 * 1152, 1152 * 1152, 16
+    weights = [mock.Mock(is_cuda=True, numel=lambda n=n: n, element_size=lambda: 2) for n in sizes]
+    assert [*map(measured.num_copies, weights)] == [2, 8, 30, 32]
 
 
 @pytest.mark.parametrize("rows", [0, 8])
