@@ -149,6 +149,22 @@ def test_a_copy_knows_of_none(tower: Any) -> None:
     assert tower.described_items(inputs) is described
 
 
+def test_of_too_many_requests_all_are_forgotten(tower: Any) -> None:
+    def described(height: int) -> Any:
+        row = torch.zeros(1, tower.patch_features)
+        return tower.described_items(
+            {"pixel_values": row.expand(2 * height, -1), "image_grid_thw": [(1, height, 2)]}
+        )
+
+    first = described(2)
+    seen = [described(2 * number) is first and described(2) is first for number in range(1, 20)]
+    assert seen == [True, *[False] * 18]
+    assert described(2) is first
+    for number in range(2, 1200):
+        described(2 * number)
+    assert described(2) not in (first, None)
+
+
 # --- the op of metadata
 
 
