@@ -5,9 +5,10 @@ from typing import Any
 
 import torch
 from transformers.models.llama4.configuration_llama4 import Llama4VisionConfig
-from transformers.models.llama4.modeling_llama4 import Llama4VisionModel
+from transformers.models.llama4.modeling_llama4 import Llama4VisionModel, vision_apply_rotary_emb
 
 import fxsplit_encoder as fx
+from fxsplit_encoder.towers.grid import rotate_pairs
 
 from .dense_models import assert_close, random_tiles
 from .random_weights import randomize
@@ -23,6 +24,17 @@ def test_rows_are_those_of_the_model() -> None:
     reference, x = make(), random_tiles(3)
     expected = reference.multi_modal_projector(reference.vision_model(x).last_hidden_state)
     assert_close([fx.wrap(make()).encoder_eager_forward({"pixel_values": x})], [expected.flatten(0, 1)])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_real_rotation_is_the_complex_one(dtype: torch.dtype) -> None:
+    rotary, real = (model.vision_model.rotary_embedding for model in (make(), fx.wrap(make())))
+    generator = torch.Generator().manual_seed(0)
+    query, key = (torch.randn(2, 17, 2, 16, generator=generator).to(dtype) for _ in range(2))
+    expected = vision_apply_rotary_emb(query, key, rotary(query))
+    cos, sin = real(query)
+    assert_close([rotate_pairs(query, cos, sin), rotate_pairs(key, cos, sin)], expected, 1e-6)
+    assert (expected[0] - query).abs().max() > 0.5
 
 
 def test_a_cast_before_wrapping_leaves_the_angles_whole() -> None:
