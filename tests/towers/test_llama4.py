@@ -3,6 +3,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import pytest
 import torch
 from transformers.models.llama4.configuration_llama4 import Llama4VisionConfig
 from transformers.models.llama4.modeling_llama4 import Llama4VisionModel, vision_apply_rotary_emb
