@@ -13,8 +13,7 @@ from typing import Any
 import torch
 
 from ..towers.tiny_views import step3p7_sizes
-from .prompts import END, IMAGE, START, TEXT, VIDEO, Runs
-from .tiny_model import Item, Pixels, TinyModel
+from .tiny_model import END, IMAGE, START, TEXT, VIDEO, Item, Pixels, Runs, TinyModel
 
 PATCH = 4
 IMAGES = ((4, 6), (2, 4), (6, 6))

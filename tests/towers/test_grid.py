@@ -16,6 +16,7 @@ from fxsplit_encoder.towers.grid import (
     count_patches,
     cumulative_lengths,
     frame_lengths,
+    frame_positions,
     gives_angles,
     interpolation,
     merge,
@@ -135,6 +136,13 @@ def test_rows_merge_as_by_blocks_of_every_frame(blocks: list[tuple[int, int, int
     assert torch.equal(
         merge(rows, order, side * side), torch.cat([torch.zeros(0, side * side, 1), *expected])
     )
+
+
+def test_a_batch_of_one_frame_does_not_share_the_memory_of_the_caches() -> None:
+    # What a tower makes may become a capture's static buffer, which replays overwrite.
+    kept = frame_positions(2, 8, 2).copy()
+    positions([(1, 2, 8)], 2).zero_()
+    assert (frame_positions(2, 8, 2) == kept).all()
 
 
 # --- position embeddings
