@@ -195,26 +195,6 @@ def test_chunks_put_every_row_where_it_belongs(
         assert torch.equal(merged.levels, further) and merged.levels.dtype == dtype
 
 
-@pytest.mark.parametrize("levels", [0, 2])
-@pytest.mark.parametrize("counts", [[800], [400] * 2], ids=["one item", "two items"])
-def test_many_runs_are_as_many_copies_as_one(
-    counts: list[int], levels: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls: list[str] = []
-    for owner, name in ((Tensor, "copy_"), (Tensor, "index_copy_"), (torch, "cat")):
-        own = getattr(owner, name)
-
-        def counted(*args: Any, own: Any = own, name: str = name, **kwargs: Any) -> Any:
-            calls.append(name)
-            return own(*args, **kwargs)
-
-        monkeypatch.setattr(owner, name, counted)
-    tokens = [5, 9, 9] * 400
-    places = PositionMap(tokens, ["video"] * len(counts), {"video": 9}).places(counts, 0, 1200)
-    merge_rows(features(counts, levels), places, torch.zeros(1200, WIDTH), levels)
-    assert calls == ["cat"] * (levels > 0 or len(counts) > 1) + ["index_copy_"]
-
-
 def test_embeddings_that_autograd_watches_are_written_too() -> None:
     weight = torch.ones(1, 8, requires_grad=True)
     out = weight.expand(4, 8) * 1

@@ -46,11 +46,6 @@ def image_runs(image: Item) -> Runs:
     return [(IMAGE, image[0] * image[1] // 4)]
 
 
-def whole_video(video: Item) -> Runs:
-    frames, rows, columns = video
-    return [(VIDEO, frames * rows * columns // 4)]
-
-
 def frame_by_frame(video: Item) -> Runs:
     return [(VIDEO, video[1] * video[2] // 4)] * video[0]
 
@@ -64,14 +59,13 @@ def of_grids(
     family: str,
     vision: dict[str, Any],
     text: dict[str, Any],
-    video_runs: Callable[[Item], Runs] = frame_by_frame,
     **options: Any,
 ) -> TinyModel:
     values = {
         "pixels": patches,
         "image_runs": image_runs,
         "images": IMAGES,
-        "video_runs": video_runs,
+        "video_runs": frame_by_frame,
         "video": VIDEO_GRID,
         "token_types": True,
         "settings": {"token_budgets": (16, 32)},
@@ -83,9 +77,7 @@ def of_grids(
 QWEN2 = {"rope_parameters": ROPE}
 HEAD = {"head_dim": 8}
 QWEN3_TEXT = {**HEAD, **QWEN2}
-WINDOWS = {**WIDE, "window_size": 4 * PATCH, "fullatt_block_indexes": [1]}
 GRID_MODELS = {
-    "qwen2.5-vl": of_grids("Qwen2_5_VL", WINDOWS, QWEN2, whole_video, exhaustive=True),
     "qwen3-vl": of_grids("Qwen3VL", DEEPSTACK, QWEN3_TEXT),
 }
 
@@ -177,15 +169,6 @@ def shuffled(count: int) -> int:
 BY_ID, BY_INDEX = {"image_token_id": IMAGE}, {"image_token_index": IMAGE}
 LLAMA, QWEN = {"model_type": "llama"}, {"model_type": "qwen2"}
 TILE_MODELS = {
-    "internvl": of_tiles(
-        "InternVL",
-        {**TOWER, "image_size": [SIZE, SIZE], "patch_size": [4, 4]},
-        QWEN,
-        BY_ID,
-        shuffled,
-        images=(1, 2, 3),
-        exhaustive=True,
-    ),
     "llava-next": of_tiles(
         "LlavaNext", CLIP, LLAMA, {**BY_INDEX, **PINPOINTS}, lambda image: 52, any_resolution
     ),

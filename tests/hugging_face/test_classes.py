@@ -19,7 +19,8 @@ ASKS_FOR_ALL = {"FlavaModel"}
 
 
 OF_THEIR_OWN = {
-    f"{family}ForConditionalGeneration" for family in ("Glm4v", "Kimi_K25", "Llama4", "Llava", "Mistral3")
+    f"{family}ForConditionalGeneration"
+    for family in ("Glm4v", "InternVL", "Kimi_K25", "Llama4", "Llava", "Mistral3", "Qwen2_5_VL")
 }
 
 

@@ -393,11 +393,6 @@ def first_page() -> tuple[list[str], str]:
     return commands.splitlines(), code
 
 
-def test_a_first_search_takes_ten_lines() -> None:
-    commands, code = first_page()
-    assert len([line for line in (*commands, *code.splitlines()) if line]) <= 10
-
-
 @contextlib.contextmanager
 def command_of_first_page(directory: Path, place: Path) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
     """Its command with another checkpoint and a key, once it is ready, and its URL."""

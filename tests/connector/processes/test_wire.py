@@ -188,19 +188,18 @@ def test_what_no_message_takes_is_an_error(ends: Ends, value: object) -> None:
         ends.writer.encode(EncoderProgram("a:b", {"x": value}))
 
 
+def program_with(code: int, *value: Any) -> bytes:
+    """A message with an extension of MessagePack's in it."""
+    extension = msgspec.msgpack.Ext(code, msgspec.msgpack.encode(value))
+    return msgspec.msgpack.encode(["EncoderProgram", "a", {"x": extension}])
+
+
 @pytest.mark.parametrize(
     "data",
     [
         b"garbage",
         msgspec.msgpack.encode(["Started", {"image": 1}]),
-        msgspec.msgpack.encode(["Release", "many"]),
-        msgspec.msgpack.encode(["EncoderProgram", "a", {"x": msgspec.msgpack.Ext(9, b"\x90")}]),
-        msgspec.msgpack.encode(
-            ["EncoderProgram", "a", {"x": msgspec.msgpack.Ext(1, msgspec.msgpack.encode(["int8", [9], 1]))}]
-        ),
-        msgspec.msgpack.encode(
-            ["EncoderProgram", "a", {"x": msgspec.msgpack.Ext(1, msgspec.msgpack.encode(["object", [9], 0]))}]
-        ),
+        *(program_with(9), program_with(1, "int8", [9], 1), program_with(1, "object", [9], 0)),
         msgspec.msgpack.encode(["Encode", [{"modality": "image", "digest": b"", "inputs": {"x": [1]}}]]),
     ],
 )

@@ -91,6 +91,21 @@ def test_what_was_begun_is_waited_for_and_not_begun_again(possible: Path) -> Non
     assert done(possible) == ["one-72", "one-80", "two-72"]
 
 
+def test_processes_that_wait_already_are_used_and_the_others_end(possible: Path) -> None:
+    processes.warm_up(2, HOPPER)
+    processes.warm_up(2, HOPPER)
+    first, second = (each.child for each in processes.state.processes)
+    processes.start(["one"], 72, torch.bfloat16, HOPPER)
+    processes.dismiss()
+    assert [each.child for each in processes.state.processes] == [first]
+    assert second.status is not None
+    processes.wait()
+    assert done(possible) == ["one-72"] and first.status == 0
+    processes.warm_up(1, HOPPER)
+    processes.dismiss()
+    assert not processes.is_running()
+
+
 def test_processes_that_get_no_more_are_over_once_all_is_compiled(possible: Path) -> None:
     assert not processes.is_compiling()
     processes.start(["one", "two"], 72, torch.bfloat16, HOPPER, apart=False)

@@ -10,10 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fxsplit_encoder.kernels.attention import AttentionShape, KernelChooser, KnownSegments, builtin
+from fxsplit_encoder.kernels.attention import AttentionShape, KernelChooser, KnownSegments
 from fxsplit_encoder.kernels.attention import known_segments as segments
 from fxsplit_encoder.kernels.attention.chooser import Measurements, example_lengths, pairs
-from fxsplit_encoder.kernels.attention.op import attend
 from fxsplit_encoder.kernels.choice import Pin, choosing, measuring
 
 from .fakes import FakeKernel, FakeMeter, cumulative, fused_qkv, reference
@@ -122,15 +121,3 @@ def test_a_pinned_kernel_needs_no_prediction() -> None:
     for _ in range(2):
         device.run([6, 6, 2])
     assert device.calls() == ([(3, 6)] * 2, [])
-
-
-@pytest.mark.parametrize("lengths", [[6, 6, 2], [7, 7], [14], [0, 14, 0]])
-def test_on_a_cpu_all_segments_are_one_run(lengths: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    values, batch = fused_qkv(14), known(lengths)
-    expected = attend(*values, cumulative(lengths), max(lengths), 0.5)
-    runs, by_segment = list[int](), builtin.attend_by_segment
-    monkeypatch.setattr(
-        builtin, "attend_by_segment", lambda q, *rest: runs.append(len(q)) or by_segment(q, *rest)
-    )
-    torch.testing.assert_close(batch.attend(*values, 0.5), expected, rtol=0, atol=0)
-    assert runs == [14]

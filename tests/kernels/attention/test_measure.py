@@ -124,25 +124,6 @@ def test_a_kernel_far_behind_is_timed_on_one_batch_alone(slow_us: float, timed: 
     assert found.microseconds == {"fast": 10.0, "slow": slow_us}
 
 
-def test_a_call_that_two_classes_share_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    timed: list[AttentionShape] = []
-
-    def clock(call: Callable[[], object], shape: AttentionShape) -> float:
-        call()
-        timed.append(shape)
-        return 5.0 + len(timed)
-
-    meter, packed, dense = AttentionMeter(clock), FakeKernel("packed"), FakeKernel("dense", dense=True)
-    equal = replace(SMALL, longest=12, host_lengths=True, equal=True)
-    first = meter.measure([packed, dense], equal)
-    assert first.microseconds == {"packed": 6.0, "dense": 7.0}
-    calls = len(packed.calls)
-    monkeypatch.setattr(meter, "examples", None)  # nothing is left to measure
-    assert meter.measure([packed], replace(equal, equal=False)).microseconds == {"packed": 6.0}
-    assert len(packed.calls) == calls
-    assert len(timed) == 2
-
-
 @pytest.mark.parametrize("other", [{"tokens": 47}, {"longest": 20}, {"heads": 1}, {"host_lengths": True}])
 def test_other_calls_are_measured_apart(other: dict[str, Any]) -> None:
     meter, kernel = AttentionMeter(lambda call, shape: 7.0), FakeKernel("any")
