@@ -122,6 +122,13 @@ def test_a_program_that_is_wrong_is_an_error_of_start(
         encoder.encode([make_item()])
 
 
+def test_an_encoder_that_is_not_ready_in_time_is_ended(make_encoder: Make) -> None:
+    slow = EncoderProgram(DOUBLING.factory, {"start_seconds": 600.0})
+    encoder = make_encoder(start=False, of=slow, start_timeout=0.5)
+    with pytest.raises(EncoderLostError, match=r"did not answer within 0\.5 s"):
+        encoder.start()
+
+
 def test_inputs_that_never_fit_are_refused(make_encoder: Make) -> None:
     encoder = make_encoder(max_bytes=1 << 16)
     pid = encoder.pid

@@ -107,6 +107,15 @@ def test_a_missing_package_is_a_reason(name: str, monkeypatch: pytest.MonkeyPatc
     assert "compute capability" in (BY_NAME[name].unavailable_reason(torch.device("cuda", 0)) or "")
 
 
+def test_a_broken_package_is_a_reason_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    (tmp_path / "broken_attention.py").write_text("raise OSError('libcudnn.so.9: cannot open')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert kernel_module.find("broken_attention", "attend") == (
+        None,
+        "cannot import broken_attention.attend: OSError: libcudnn.so.9: cannot open",
+    )
+
+
 @pytest.mark.parametrize(
     ("name", "longest"),
     [("flash_attn_4_64x128", 512), ("flash_attn_4_128x128", 2048), ("flash_attn_4_128x128_dense", 2048)],
