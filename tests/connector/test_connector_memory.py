@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torch import Tensor
 
 from fxsplit_encoder.connector.connector import Connector
 from fxsplit_encoder.connector.fake import FakeProcessor
@@ -23,6 +24,7 @@ from .scenes import (
     Stage,
     connector,
     image,
+    kind_of,
     prompt,
     ready,
     request,
@@ -96,6 +98,22 @@ def test_a_fault_during_a_copy_leaves_its_buffer_alone_until_it_is_over(copies: 
         each.clear_cache()
         wait_until(lambda: host(each) == 0)
         assert each.audit() == []
+
+
+def test_a_copy_that_cannot_be_started_fails_its_item_alone() -> None:
+    class NoMemory(SlowCopies):
+        def allocate(self, num_bytes: int) -> Tensor:
+            if num_bytes > PAGE:
+                raise MemoryError("cannot pin so much")
+            return super().allocate(num_bytes)
+
+    copies = NoMemory()
+    with connector(copies=copies, device_bytes=0) as each:
+        large, small = each.submit(request(image("a", 200))), each.submit(request("b"))
+        copies.wait_for_copy()
+        copies.arrive()
+        assert (kind_of(large), wait(small)) == (("out_of_memory", True), "ready")
+        assert host(each) == PAGE
 
 
 def test_what_was_released_while_it_is_read_is_freed_afterwards(copies: SlowCopies) -> None:
