@@ -1,8 +1,8 @@
 """Models that `accelerate` is tested with, one of each tower and kind of inputs, at tiny sizes;
 `test_classes.py` has every class.
 
-Of those that take grids an image is (rows, columns) of patches, a video has its frames before them; 2 x 2
-patches are a token. The others take images or tiles of 16 x 16 pixels, 4 x 4 patches.
+Of Qwen3-VL an image is (rows, columns) of patches, a video has its frames before them; 2 x 2 patches are a
+token. The others take images or tiles of 16 x 16 pixels, 4 x 4 patches.
 """
 
 from __future__ import annotations
@@ -16,19 +16,27 @@ from ..towers.tiny_views import step3p7_sizes
 from .tiny_model import END, IMAGE, START, TEXT, VIDEO, Item, Pixels, Runs, TinyModel
 
 PATCH = 4
-IMAGES = ((4, 6), (2, 4), (6, 6))
-VIDEO_GRID = (2, 4, 4)
 
+QWEN3_TEXT = {
+    "head_dim": 8,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]},
+}
+DEEPSTACK = {
+    "depth": 2,
+    "num_heads": 2,
+    "patch_size": PATCH,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "out_hidden_size": 32,
+    "num_position_embeddings": 49,
+    "deepstack_visual_indexes": [0],
+}
 SPECIAL = {
     "image_token_id": IMAGE,
     "video_token_id": VIDEO,
     "vision_start_token_id": START,
     "vision_end_token_id": END,
 }
-ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
-BLOCKS = {"depth": 2, "num_heads": 2, "patch_size": PATCH, "hidden_size": 32}
-WIDE = {**BLOCKS, "intermediate_size": 48, "out_hidden_size": 32}
-DEEPSTACK = {**WIDE, "num_position_embeddings": 49, "deepstack_visual_indexes": [0]}
 
 
 def patches(images: Sequence[Item], videos: Sequence[Item], generator: torch.Generator) -> dict[str, Any]:
@@ -42,44 +50,22 @@ def patches(images: Sequence[Item], videos: Sequence[Item], generator: torch.Gen
     return inputs
 
 
-def image_runs(image: Item) -> Runs:
-    return [(IMAGE, image[0] * image[1] // 4)]
-
-
-def frame_by_frame(video: Item) -> Runs:
-    return [(VIDEO, video[1] * video[2] // 4)] * video[0]
-
-
 def arguments_of(vision: dict[str, Any], text: dict[str, Any], special: dict[str, Any]) -> dict[str, Any]:
     """Of a configuration: of the tower, of the language model, and its tokens and options."""
     return {"text_config": {**TEXT, **text}, "vision_config": vision, **special}
 
 
-def of_grids(
-    family: str,
-    vision: dict[str, Any],
-    text: dict[str, Any],
-    **options: Any,
-) -> TinyModel:
-    values = {
-        "pixels": patches,
-        "image_runs": image_runs,
-        "images": IMAGES,
-        "video_runs": frame_by_frame,
-        "video": VIDEO_GRID,
-        "token_types": True,
-        "settings": {"token_budgets": (16, 32)},
-        **options,
-    }
-    return TinyModel(family, arguments_of(vision, text, SPECIAL), **values)
-
-
-QWEN2 = {"rope_parameters": ROPE}
-HEAD = {"head_dim": 8}
-QWEN3_TEXT = {**HEAD, **QWEN2}
-GRID_MODELS = {
-    "qwen3-vl": of_grids("Qwen3VL", DEEPSTACK, QWEN3_TEXT),
-}
+QWEN3_VL = TinyModel(
+    "Qwen3VL",
+    arguments_of(DEEPSTACK, QWEN3_TEXT, SPECIAL),
+    patches,
+    lambda image: [(IMAGE, image[0] * image[1] // 4)],
+    ((4, 6), (2, 4), (6, 6)),
+    lambda video: [(VIDEO, video[1] * video[2] // 4)] * video[0],
+    (2, 4, 4),
+    token_types=True,
+    settings={"token_budgets": (16, 32)},
+)
 
 SIZE = 16
 TOWER: dict[str, Any] = {
@@ -231,4 +217,4 @@ EMBEDDERS = {
     "siglip2": of_embeddings("Siglip2", shapes, text_config=SHORT_TEXT, vision_config=NAFLEX),
     "dinov2": of_embeddings("Dinov2", **DINO),
 }
-MODELS = {**GRID_MODELS, **TILE_MODELS}
+MODELS = {"qwen3-vl": QWEN3_VL, **TILE_MODELS}
