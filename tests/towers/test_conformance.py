@@ -36,7 +36,7 @@ CPU = torch.device("cpu")
 # A tower of each kind: packed patches, tiles, two views. The others take the same steps, and longer.
 QUICK = ("InternVLModel", "Qwen3VLVisionModel", "Step3VisionModel")
 
-# One with two kinds of segments, and one with two views; test_dense.py and test_generic.py have tiles.
+# One with two kinds of segments, and one with two views; test_dense.py has tiles.
 COMPILED = ("Qwen2_5_VisionTransformerPretrainedModel", "Step3VisionModel")
 
 # The code of another class under another name, with or without the projector behind it, or without features

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -73,10 +71,3 @@ def test_it_computes_the_same_in_every_mode(case: Case) -> None:
 
 def test_it_compiles_once(case: Case) -> None:
     assert_compiled_once(case)
-
-
-@pytest.mark.exhaustive
-def test_the_class_and_the_example_need_no_transformers(example: Any) -> None:
-    code = "import sys; sys.modules['transformers'] = None; exec(open(sys.argv[1]).read())"
-    path = example.Tower.forward.__code__.co_filename
-    subprocess.run([sys.executable, "-c", code, path], check=True, cwd=ROOT)
