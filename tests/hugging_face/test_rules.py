@@ -104,16 +104,6 @@ def test_images_of_another_dtype() -> None:
         fx.accelerate(tower(), SETTINGS)(pixels(2, torch.float16))
 
 
-@torch.no_grad()
-def test_a_size_without_a_configuration_has_to_recur() -> None:
-    config = transformers.ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1])
-    model = fx.accelerate(transformers.ResNetModel(config).eval(), UNTRACED.replace(exact_min_hits=2))
-    for _ in range(3):
-        model(pixels())
-    stats = fx.stats(model)
-    assert (stats.hits, stats.misses) == (2, {MissReason.NEW_SHAPE: 1})
-
-
 # --- what is left alone
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import pickle
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -58,6 +59,15 @@ def test_an_embedding_may_be_the_mean_of_its_rows_and_of_half_the_bits(siglip: P
     assert isinstance(whole, np.ndarray) and isinstance(mean, np.ndarray)
     assert mean.dtype == np.float16
     np.testing.assert_allclose(mean, whole.mean(axis=0, keepdims=True), atol=2e-3)
+
+
+def test_an_error_of_the_device_is_everybodys(siglip: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    encoder = QueuedEncoder(settings_of(siglip))
+
+    broken = mock.Mock(side_effect=RuntimeError("CUDA error: an illegal memory access was encountered"))
+    monkeypatch.setattr(fx.EncoderCudaGraphManager, "execute", broken)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        encoder.encode([encoder.preparer.prepare(photograph())])
 
 
 def test_settings_are_sent_to_other_processes() -> None:
