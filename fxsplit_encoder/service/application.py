@@ -125,8 +125,7 @@ class Application:
         return JSONResponse({"status": "ready"})
 
     async def _expose(self, request: Request) -> Response:
-        text = await self._metrics.exposition()
-        return Response(text, 200, media_type="text/plain; version=0.0.4")
+        return Response(await self._metrics.exposition(), 200, media_type="text/plain; version=0.0.4")
 
     async def _embed(self, request: Request) -> Response:
         body = bytearray()
@@ -188,12 +187,16 @@ class Application:
 
     async def _embed_body(self, request: Request, body: bytes) -> Response:
         on_thread = partial(asyncio.get_running_loop().run_in_executor, thread_pool())
-        headers, query = dict(request.headers), request.url.query
-        asked = await on_thread(parse_request, headers, query, body, self.settings)
+        asked = await on_thread(parse_request, dict(request.headers), request.url.query, body, self.settings)
         await on_thread(self._check_pixels, asked.input)
-        preparing = [on_thread(self._prepare, *each) for each in enumerate(asked.input)]
+        preparing = [on_thread(self._prepare, source) for source in asked.input]
         try:
-            items = await asyncio.gather(*preparing)
+            await asyncio.wait(preparing, return_when=asyncio.FIRST_EXCEPTION)
+            errors = {index: each.exception() for index, each in enumerate(preparing) if each.done()}
+            for index, error in errors.items():
+                if error is not None:
+                    raise _answer_to(error, index) from error
+            items = [each.result() for each in preparing]
         finally:
             for each in preparing:  # one is refused: the others wait for nothing
                 each.cancel()
@@ -218,18 +221,15 @@ class Application:
                 limit = f"expected at most {most} pixels together, the limit max_request_pixels"
                 raise RequestError(413, f"images: {limit}; got {pixels} or more", index)
 
-    def _prepare(self, index: int, source: Source) -> Item:
-        try:
-            if isinstance(source, bytes):
-                return self._preparer.load(source)
-            if self._tokenizer is None:
-                raise RequestError(400, f"input: {self.settings.name} takes images alone; got a text")
-            return self._tokenizer(source)
-        except Exception as error:
-            raise _answer_to(error, index) from error
+    def _prepare(self, source: Source) -> Item:
+        if isinstance(source, bytes):
+            return self._preparer.load(source)
+        if self._tokenizer is None:
+            raise RequestError(400, f"input: {self.settings.name} takes images alone; got a text")
+        return self._tokenizer(source)
 
 
-def _answer_to(error: Exception, index: int | None = None) -> RequestError:
+def _answer_to(error: BaseException, index: int | None = None) -> RequestError:
     """The answer to a request that failed, or whose item of that index did."""
     if isinstance(error, RequestError):
         error.index = error.index if index is None else index
