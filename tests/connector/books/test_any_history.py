@@ -497,7 +497,7 @@ def test_any_history() -> None:
     """Histories that reach what takes many steps, and all together every kind of event."""
     AnyHistory.reached.clear()
     long = settings(
-        max_examples=80,
+        max_examples=250,
         stateful_step_count=150,
         deadline=None,
         derandomize=True,
