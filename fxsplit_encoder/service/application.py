@@ -12,7 +12,7 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -34,7 +34,6 @@ from fxsplit_encoder.service.settings import ServiceSettings
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
 Endpoint = Callable[[Request], Awaitable[Response]]
 
 BODY_TIMEOUT_S = 30.0
@@ -50,11 +49,9 @@ class Backend(Protocol):
 
     async def answer(self, items: Sequence[Item], tenant: str, timeout_s: float) -> tuple[list[Result], int]:
         """See `QueuedEncoder.answer`."""
-        ...
 
     async def is_ready(self) -> bool:
         """See `QueuedEncoder.is_ready`."""
-        ...
 
 
 class Application:
@@ -128,8 +125,7 @@ class Application:
         return JSONResponse({"status": "ready"})
 
     async def _expose(self, request: Request) -> Response:
-        text = await self._metrics.exposition()
-        return Response(text, 200, media_type="text/plain; version=0.0.4")
+        return Response(await self._metrics.exposition(), 200, media_type="text/plain; version=0.0.4")
 
     async def _embed(self, request: Request) -> Response:
         body = bytearray()
@@ -191,16 +187,26 @@ class Application:
 
     async def _embed_body(self, request: Request, body: bytes) -> Response:
         on_thread = partial(asyncio.get_running_loop().run_in_executor, thread_pool())
-        headers, query = dict(request.headers), request.url.query
-        asked = await on_thread(parse_request, headers, query, body, self.settings)
+        asked = await on_thread(parse_request, dict(request.headers), request.url.query, body, self.settings)
         await on_thread(self._check_pixels, asked.input)
-        preparing = (on_thread(self._prepare, source) for source in asked.input)
-        items: list[Item] = _unfailed(await asyncio.gather(*preparing, return_exceptions=True))
+        preparing = [on_thread(self._prepare, source) for source in asked.input]
+        try:
+            await asyncio.wait(preparing, return_when=asyncio.FIRST_EXCEPTION)
+            errors = {index: each.exception() for index, each in enumerate(preparing) if each.done()}
+            for index, error in errors.items():
+                if error is not None:
+                    raise _answer_to(error, index) from error
+            items = [each.result() for each in preparing]
+        finally:
+            for each in preparing:  # one is refused: the others wait for nothing
+                each.cancel()
         tenant = asked.user or (request.client.host if request.client else "")
         outcomes, tokens = await self._backend.answer(items, tenant, self.settings.request_timeout_s)
-        if any(isinstance(outcome, Exception) for outcome in outcomes):
-            self._metrics.add_refused()
-        embeddings = _unfailed(outcomes)
+        for index, outcome in enumerate(outcomes):
+            if isinstance(outcome, Exception):
+                self._metrics.add_refused()
+                raise _answer_to(outcome, index) from outcome
+        embeddings = [outcome for outcome in outcomes if not isinstance(outcome, Exception)]
         form = self.settings.name, self._preparer.normalizes
         return await on_thread(embeddings_response, asked, items, embeddings, tokens, *form)
 
@@ -221,16 +227,6 @@ class Application:
         if self._tokenizer is None:
             raise RequestError(400, f"input: {self.settings.name} takes images alone; got a text")
         return self._tokenizer(source)
-
-
-def _unfailed(results: Sequence[T | BaseException]) -> list[T]:
-    """What became of the items of a request; RequestError: one has failed."""
-    found: list[T] = []
-    for index, result in enumerate(results):
-        if isinstance(result, BaseException):
-            raise _answer_to(result, index) from result
-        found.append(result)
-    return found
 
 
 def _answer_to(error: BaseException, index: int | None = None) -> RequestError:

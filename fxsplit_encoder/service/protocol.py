@@ -218,14 +218,18 @@ def embeddings_response(
         is_normalized: whether a shortened vector is normalized again.
 
     Raises:
-        RequestError: more dimensions than there are, or of embeddings of several rows.
+        RequestError: more dimensions than there are, or of embeddings of several rows; NaN as JSON.
     """
     embeddings = [_shortened(each, asked.dimensions, is_normalized) for each in embeddings]
+    is_base64 = asked.encoding_format == "base64"
+    for index, embedding in enumerate(embeddings):
+        if not is_base64 and not np.isfinite(embedding).all():
+            raise RequestError(422, "got NaN or an infinity, which is no JSON", index, "unencodable_image")
     data = [
         {
             "object": "embedding",
             "index": index,
-            "embedding": _encoded(embedding, asked.encoding_format == "base64"),
+            "embedding": _encoded(embedding, is_base64),
             "shape": list(embedding.shape),
             "dtype": str(embedding.dtype),
             **({"layout": item.layout} if isinstance(item, PreparedImage) else {}),

@@ -2,33 +2,42 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from request_scheduler import RequestScheduler
+from torch import nn
 
-from fxsplit_encoder.connector.fake import FakeProcessor
+from fxsplit_encoder.connector.connector import Connector
+from fxsplit_encoder.connector.fake import FakeEncoder, FakeProcessor
 from fxsplit_encoder.connector.interfaces import MediaItem, PreparedItem
 from fxsplit_encoder.connector.keys import TowerIdentity
 from fxsplit_encoder.connector.positions import PositionMap
 from fxsplit_encoder.connector.request import TEXT_ONLY, EncodeRequest
-from fxsplit_encoder.connector.states import Residence, State
+from fxsplit_encoder.connector.states import WAITING, State
+from fxsplit_encoder.connector.statistics import BOUNDS, Durations
 from fxsplit_encoder.errors import ConnectorError, ConnectorFullError, InputError
 
-from .scenes import Stage, connector, image, kind_of, prompt, ready, request, rows_in, rows_of, staged, wait
-
-
-def test_a_ticket_has_its_counts_before_anything_is_encoded() -> None:
-    with staged() as (each, stage):
-        ticket = each.submit(request(image("a", 5), image("b", 7)))
-        assert ticket.token_counts == (5, 7)
-        assert ticket.availability == "deferred"
-        stage.wait_for_batch()
-        assert each.has_pending_work()
-        stage.open()
-        assert wait(ticket) == "ready"
-        assert ticket.metadata(1) == {"media": "b"}
-        assert each.audit() == []
+from .scenes import (
+    PATIENCE_S,
+    Stage,
+    assert_nothing_is_left,
+    connector,
+    image,
+    kind_of,
+    prompt,
+    ready,
+    request,
+    rows_of,
+    staged,
+    wait,
+)
 
 
 def test_a_step_tells_each_change_once() -> None:
@@ -108,19 +117,6 @@ def test_an_item_released_before_the_others_can_be_merged_no_more() -> None:
             each.merge(ticket, (0, 8), torch.zeros(8, 8))
 
 
-def test_a_preempted_request_reads_again() -> None:
-    with staged(is_open=True) as (each, stage):
-        kept, discarded = each.submit(request("a", retention="keep")), each.submit(request("b"))
-        for ticket in (kept, discarded):
-            wait(ticket)
-            each.release(ticket)
-        assert each.hold(kept) == "ready"
-        assert each.hold(discarded) == "deferred"
-        assert wait(discarded) == "ready"
-        assert sorted(stage.encoded) == ["a", "b", "b"]
-        assert torch.equal(rows_in(each, discarded), rows_of(image("b")))
-
-
 def test_features_are_shared_within_a_salt_only() -> None:
     with connector() as each:
         ready(each, "a", retention="keep")
@@ -168,22 +164,6 @@ def test_what_cannot_ever_fit_fails_by_itself() -> None:
         ready(each, repeated, repeated, repeated)
 
 
-def test_features_that_devices_have_no_room_for_lie_on_the_host() -> None:
-    with connector(device_bytes=256) as each:
-        tickets = [each.submit(request(name)) for name in "abcd"]
-        for ticket, name in zip(tickets, "abcd", strict=True):
-            wait(ticket)
-            assert torch.equal(rows_in(each, ticket), rows_of(image(name)))
-        lie = [ticket.residence(0) for ticket in tickets]
-        assert sorted(lie) == [Residence.DEVICE] * 2 + [Residence.HOST] * 2
-        assert each.stats().bytes_used["device cpu"] == 256
-        assert each.stats().bytes_used["host"] == 2 * 4096
-        for ticket in tickets:
-            each.release(ticket)
-            assert ticket.residence(0) is Residence.NONE
-        assert each.audit() == []
-
-
 def test_closing_twice_cancels_once() -> None:
     stage = Stage(is_open=False)
     each = connector(stage=stage)
@@ -202,3 +182,160 @@ def test_closing_twice_cancels_once() -> None:
         each.restart_worker("worker 0")
     assert each.audit() == []
     assert not any(each.stats().bytes_used.values())
+
+
+# --- statistics, and the scheduler in examples/ from an arrival to the end of a prefill
+
+
+@given(st.lists(st.floats(0, 1000), min_size=1, max_size=50))
+def test_durations_are_counted_up_to_the_next_bound(seconds: list[float]) -> None:
+    durations = Durations()
+    for each in seconds:
+        durations.add(each)
+    for number, bound in enumerate(BOUNDS):
+        assert sum(durations.counts[: number + 1]) == sum(each <= bound for each in seconds)
+    assert durations.count == len(seconds) and durations.mean == pytest.approx(sum(seconds) / len(seconds))
+
+
+def test_what_requests_came_to_is_counted() -> None:
+    stage = Stage(faults={"broken": lambda: ValueError("bad pixels")})
+    with connector(stage=stage, max_batch_items=4) as each:
+        tickets = [
+            each.submit(request("a")),
+            each.submit(request("a", "b")),
+            each.submit(request("broken")),
+            each.submit(request("broken", failure=TEXT_ONLY)),
+        ]
+        for ticket in tickets:
+            wait(ticket)
+            each.release(ticket)
+        stats = each.stats()
+    assert (stats.submitted, stats.items, stats.text_only) == (4, 5, 1)
+    assert stats.outcomes == {"released": 3, "failed": 1}
+    assert stats.failures == {"encoder": 2}
+    assert stats.hits + stats.joins == 2 and stats.misses == 3
+    assert stats.ready.count == 3
+    assert 0 < stats.batch_fill <= 1
+    assert set(stats.bytes_peak) >= {"host", "inputs", "staging worker 0"}
+
+
+def test_a_request_from_its_arrival_to_the_end_of_its_prefill() -> None:
+    table = nn.Embedding(10, 8)
+    items = [image("a", 3), image("b", 2)]
+    with connector() as each:
+        scheduler = RequestScheduler(each, table)
+        ticket = scheduler.submit(EncodeRequest("r1", items, prompt(1, 9, 2, 9, 3)))
+        assert ticket.token_counts == (3, 2)
+        wait(ticket)
+        assert scheduler.poll() == (["r1"], {})
+        text, rows = table(torch.tensor([1, 2, 3])).detach(), [rows_of(item) for item in items]
+        expected = torch.cat([text[:1], rows[0], text[1:2], rows[1], text[2:]])
+        assert torch.equal(scheduler.embeddings("r1", "cpu"), expected)
+        scheduler.prefilled("r1", keep=True)
+        assert each.stats().outcomes == {"released": 1}
+        wait(scheduler.submit(EncodeRequest("r2", items, prompt(9, 9))))
+        assert each.stats().hits == 2
+
+
+def test_a_request_that_fails_is_reported_with_its_reason() -> None:
+    with connector(stage=Stage(faults={"bad": lambda: ValueError("bad pixels")})) as each:
+        scheduler = RequestScheduler(each, nn.Embedding(10, 8))
+        ticket = scheduler.submit(EncodeRequest("r", [image("bad")], prompt(9)))
+        wait(ticket)
+        ready, failed = scheduler.poll()
+        assert ready == [] and failed == {"r": ticket.error} and ticket.error is not None
+
+
+# --- many threads at once: nothing is lost, nothing hangs, nothing is left
+
+
+def test_thousands_of_submissions_at_once() -> None:
+    with connector(2, max_waiting_items=20_000, device_bytes=0, host_bytes=97 * 4096) as each:
+
+        def submit(start: int) -> set[str]:
+            tickets = [each.submit(request(f"image {number % 97}")) for number in range(start, start + 500)]
+            told = set()
+            for ticket in tickets:
+                told.add(wait(ticket))
+                each.release(ticket)
+            return told
+
+        with ThreadPoolExecutor(8) as threads:
+            assert set().union(*threads.map(submit, range(0, 4000, 500))) == {"ready"}
+        stats = each.stats()
+        assert (stats.submitted, stats.outcomes[State.RELEASED]) == (4000, 4000)
+        assert_nothing_is_left(each)
+
+
+def test_a_thousand_cancellations_race_with_encoding() -> None:
+    with connector(2, cpu_workers=2) as each:
+        start = threading.Barrier(2)
+
+        def cancel(tickets: list) -> None:
+            start.wait(PATIENCE_S)
+            for ticket in tickets:
+                each.cancel(ticket)
+
+        for number in range(50):
+            tickets = [each.submit(request(f"image {number} {k % 15}")) for k in range(20)]
+            canceller = threading.Thread(target=cancel, args=(tickets,))
+            canceller.start()
+            start.wait(PATIENCE_S)
+            for ticket in tickets:
+                wait(ticket)
+            canceller.join()
+            assert all(ticket.state is State.CANCELLED for ticket in tickets)
+        assert each.stats().outcomes == {State.CANCELLED: 1000}
+    assert_nothing_is_left(each)
+
+
+def test_tickets_can_be_awaited_and_awaiting_be_given_up() -> None:
+    stage = Stage(is_open=False)
+
+    async def scene(each: Connector) -> None:
+        ticket, other = each.submit(request("a")), each.submit(request("b"))
+        tasks = [asyncio.ensure_future(_of(ticket)) for _ in range(3)]
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(_of(ticket), 0.01)
+        tasks[0].cancel()
+        await asyncio.sleep(0)
+        assert ticket.state in WAITING, "who gives up waiting does not give up the ticket"
+        stage.open()
+        assert await tasks[1] == await tasks[2] == await ticket == "ready"
+        assert tasks[0].cancelled()
+        assert await other == "ready"
+        each.release(ticket)
+        assert await ticket == "unavailable"
+
+    with connector(stage=stage) as each:
+        asyncio.run(scene(each))
+
+
+def test_a_loop_that_was_closed_meanwhile_is_no_trouble() -> None:
+    with staged() as (each, stage):
+        ticket = each.submit(request("a"))
+        loop = asyncio.new_event_loop()
+        task = loop.create_task(_of(ticket))
+        loop.run_until_complete(asyncio.sleep(0))
+        task.cancel()
+        loop.run_until_complete(asyncio.gather(task, return_exceptions=True))
+        loop.close()
+        stage.open()
+        assert wait(ticket) == "ready"
+
+
+async def _of(ticket) -> str:
+    return await ticket
+
+
+def test_closing_races_with_everything() -> None:
+    for _ in range(20):
+        each = connector([lambda: FakeEncoder()] * 2, cpu_workers=2)
+        tickets = [each.submit(request(f"image {number % 7}")) for number in range(40)]
+        closers = [threading.Thread(target=each.close) for _ in range(3)]
+        for closer in closers:
+            closer.start()
+        for closer in closers:
+            closer.join(PATIENCE_S)
+        assert all(ticket.is_settled for ticket in tickets)
+        assert_nothing_is_left(each)

@@ -104,11 +104,6 @@ def in_double(item: PreparedItem) -> PreparedItem:
     return replace(item, inputs={**item.inputs, "pixel_values": item.inputs["pixel_values"].double()})
 
 
-def test_costs_add_up_and_rise_with_size(encoder: ManagerEncoder) -> None:
-    small, large = prepared(size=(32, 32)), prepared(size=(128, 128))
-    assert 0 < encoder.predict_cost(small) < encoder.predict_cost(large)
-
-
 def test_staged_items_are_encoded_to_the_same_rows(encoder: ManagerEncoder) -> None:
     encoder.start()
     items = [in_double(prepared(number)) for number in range(4)]

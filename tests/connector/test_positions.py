@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -135,15 +134,6 @@ def test_every_row_is_where_a_walk_over_the_tokens_puts_it(
     assert got == expected[start:stop]
 
 
-def test_a_map_of_many_tokens_is_made_once() -> None:
-    prompt = PositionMap(np.full(100_000, IMAGE), ["image"] * 10, {"image": IMAGE})
-    counts = [10_000] * 10
-    assert prompt.merged_length(counts) == 100_000
-    prompt.prompt_ids = np.empty(0, np.int64)  # of which another would be made
-    for start in range(0, 97_280, 512):
-        assert prompt.places(counts, start, start + 512).rows[0] == start % 10_000
-
-
 WIDTH = 6
 
 
@@ -205,26 +195,6 @@ def test_chunks_put_every_row_where_it_belongs(
         assert torch.equal(merged.levels, further) and merged.levels.dtype == dtype
 
 
-@pytest.mark.parametrize("levels", [0, 2])
-@pytest.mark.parametrize("counts", [[800], [400] * 2], ids=["one item", "two items"])
-def test_many_runs_are_as_many_copies_as_one(
-    counts: list[int], levels: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls: list[str] = []
-    for owner, name in ((Tensor, "copy_"), (Tensor, "index_copy_"), (torch, "cat")):
-        own = getattr(owner, name)
-
-        def counted(*args: Any, own: Any = own, name: str = name, **kwargs: Any) -> Any:
-            calls.append(name)
-            return own(*args, **kwargs)
-
-        monkeypatch.setattr(owner, name, counted)
-    tokens = [5, 9, 9] * 400
-    places = PositionMap(tokens, ["video"] * len(counts), {"video": 9}).places(counts, 0, 1200)
-    merge_rows(features(counts, levels), places, torch.zeros(1200, WIDTH), levels)
-    assert calls == ["cat"] * (levels > 0 or len(counts) > 1) + ["index_copy_"]
-
-
 def test_embeddings_that_autograd_watches_are_written_too() -> None:
     weight = torch.ones(1, 8, requires_grad=True)
     out = weight.expand(4, 8) * 1
@@ -232,18 +202,3 @@ def test_embeddings_that_autograd_watches_are_written_too() -> None:
     out.sum().backward()
     assert weight.grad is not None
     assert torch.equal(weight.grad, torch.full((1, 8), 2.0))
-
-
-@pytest.mark.parametrize(
-    ("rows", "message"),
-    [
-        (None, r"item 0: expected rows of \(4 or more, 6\); got none"),
-        (torch.zeros(3, WIDTH), r"item 0: expected rows of \(4 or more, 6\); got \(3, 6\)"),
-        (torch.zeros(4, WIDTH + 1), r"item 0: .* got \(4, 7\)"),
-    ],
-)
-def test_nothing_is_written_unless_everything_fits(rows: Tensor | None, message: str) -> None:
-    out = torch.full((9, WIDTH), 7.0)
-    with pytest.raises(InputError, match=message):
-        merge_rows([rows], PositionMap([5, 9], ["image"], {"image": 9}).places([4], 0, 5), out)
-    assert (out == 7).all()

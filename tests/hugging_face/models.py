@@ -1,106 +1,53 @@
 """Models that `accelerate` is tested with, one of each tower and kind of inputs, at tiny sizes;
 `test_classes.py` has every class.
 
-Of those that take grids an image is (rows, columns) of patches, a video has its frames before them; 2 x 2
-patches are a token. The others take images or tiles of 16 x 16 pixels, 4 x 4 patches, and Pixtral any size.
+Of Qwen3-VL an image is (rows, columns) of patches, a video has its frames before them; 2 x 2 patches are a
+token. The others take images or tiles of 16 x 16 pixels, 4 x 4 patches.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 
-from ..towers.tiny_tiles import llama4_sizes
 from ..towers.tiny_views import step3p7_sizes
-from .prompts import END, IMAGE, START, TEXT, VIDEO, Runs
-from .tiny_model import Item, Pixels, TinyModel
+from .tiny_model import END, IMAGE, START, TEXT, VIDEO, Item, Pixels, Runs, TinyModel
 
 PATCH = 4
-IMAGES = ((4, 6), (2, 4), (6, 6))
-VIDEO_GRID = (2, 4, 4)
 
+QWEN3_TEXT = {
+    "head_dim": 8,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]},
+}
+DEEPSTACK = {
+    "depth": 2,
+    "num_heads": 2,
+    "patch_size": PATCH,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "out_hidden_size": 32,
+    "num_position_embeddings": 49,
+    "deepstack_visual_indexes": [0],
+}
 SPECIAL = {
     "image_token_id": IMAGE,
     "video_token_id": VIDEO,
     "vision_start_token_id": START,
     "vision_end_token_id": END,
 }
-GLM_SPECIAL = {
-    "image_token_id": IMAGE,
-    "video_token_id": VIDEO,
-    "image_start_token_id": START,
-    "image_end_token_id": END,
-    "video_start_token_id": START - 3,
-    "video_end_token_id": START - 4,
-}
-ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
-DEEPSEEK = {
-    "model_type": "deepseek_v3",
-    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-    "head_dim": 8,
-    "moe_intermediate_size": 16,
-    "n_routed_experts": 2,
-    "num_experts_per_tok": 1,
-    "n_group": 1,
-    "topk_group": 1,
-    "first_k_dense_replace": 0,
-    "n_shared_experts": 1,
-    "num_key_value_heads": 4,
-    "kv_lora_rank": 8,
-    "q_lora_rank": 8,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 8,
-}
-
-BLOCKS = {"depth": 2, "num_heads": 2, "patch_size": PATCH, "hidden_size": 32}
-WIDE = {**BLOCKS, "intermediate_size": 48, "out_hidden_size": 32}
-DEEPSTACK = {**WIDE, "num_position_embeddings": 49, "deepstack_visual_indexes": [0]}
-KIMI = {
-    "num_hidden_layers": 2,
-    "hidden_size": 48,
-    "num_attention_heads": 4,
-    "intermediate_size": 80,
-    "pos_emb_height": 8,
-    "pos_emb_width": 8,
-    "patch_size": PATCH,
-}
 
 
-def patches(*features: int) -> Pixels:
-    """Inputs with patches of these features."""
-
-    def make(images: Sequence[Item], videos: Sequence[Item], generator: torch.Generator) -> dict[str, Any]:
-        inputs: dict[str, Any] = {}
-        grids = (("", "image", [(1, *image) for image in images]), ("_videos", "video", list(videos)))
-        for suffix, name, own in grids:
-            if own:
-                rows = sum(t * h * w for t, h, w in own)
-                inputs[f"pixel_values{suffix}"] = torch.randn(rows, *features, generator=generator)
-                inputs[f"{name}_grid_thw"] = torch.tensor(own)
-        return inputs
-
-    return make
-
-
-def image_runs(image: Item) -> Runs:
-    return [(IMAGE, image[0] * image[1] // 4)]
-
-
-def whole_video(video: Item) -> Runs:
-    frames, rows, columns = video
-    return [(VIDEO, frames * rows * columns // 4)]
-
-
-def frame_by_frame(video: Item, token: int = VIDEO) -> Runs:
-    return [(token, video[1] * video[2] // 4)] * video[0]
-
-
-def pooled_video(video: Item) -> Runs:
-    return [(VIDEO, video[1] * video[2] // 4)]
+def patches(images: Sequence[Item], videos: Sequence[Item], generator: torch.Generator) -> dict[str, Any]:
+    inputs: dict[str, Any] = {}
+    grids = (("", "image", [(1, *image) for image in images]), ("_videos", "video", list(videos)))
+    for suffix, name, own in grids:
+        if own:
+            rows = sum(t * h * w for t, h, w in own)
+            inputs[f"pixel_values{suffix}"] = torch.randn(rows, 2 * 3 * PATCH**2, generator=generator)
+            inputs[f"{name}_grid_thw"] = torch.tensor(own)
+    return inputs
 
 
 def arguments_of(vision: dict[str, Any], text: dict[str, Any], special: dict[str, Any]) -> dict[str, Any]:
@@ -108,55 +55,17 @@ def arguments_of(vision: dict[str, Any], text: dict[str, Any], special: dict[str
     return {"text_config": {**TEXT, **text}, "vision_config": vision, **special}
 
 
-def of_grids(
-    family: str,
-    vision: dict[str, Any],
-    text: dict[str, Any],
-    video_runs: Callable[[Item], Runs] = frame_by_frame,
-    special: dict[str, Any] = SPECIAL,
-    **options: Any,
-) -> TinyModel:
-    values = {
-        "pixels": patches(2 * 3 * PATCH**2),
-        "image_runs": image_runs,
-        "images": IMAGES,
-        "video_runs": video_runs,
-        "video": VIDEO_GRID,
-        "token_types": True,
-        "settings": {"token_budgets": (16, 32)},
-        **options,
-    }
-    return TinyModel(family, arguments_of(vision, text, special), **values)
-
-
-QWEN2 = {"rope_parameters": ROPE}
-HEAD = {"head_dim": 8}
-QWEN3_TEXT = {**HEAD, **QWEN2}
-WINDOWS = {**WIDE, "window_size": 4 * PATCH, "fullatt_block_indexes": [1]}
-GRID_MODELS = {
-    "qwen2.5-vl": of_grids("Qwen2_5_VL", WINDOWS, QWEN2, whole_video, exhaustive=True),
-    "qwen3-vl": of_grids("Qwen3VL", DEEPSTACK, QWEN3_TEXT),
-    "glm-4.1v": of_grids(
-        "Glm4v",
-        {**WIDE, "image_size": 6 * PATCH},
-        QWEN2,
-        partial(frame_by_frame, token=IMAGE),
-        GLM_SPECIAL,
-        video_alone=True,
-        exhaustive=True,
-    ),
-    "kimi-k2.5": of_grids(
-        "Kimi_K25",
-        KIMI,
-        DEEPSEEK,
-        pooled_video,
-        {"image_token_id": IMAGE, "video_token_id": VIDEO, "projection_hidden_size": 48},
-        pixels=patches(3, PATCH, PATCH),
-        video=(1, 4, 4),  # its own features of longer clips are cut as if frames were not pooled
-        token_types=False,
-        exhaustive=True,
-    ),
-}
+QWEN3_VL = TinyModel(
+    "Qwen3VL",
+    arguments_of(DEEPSTACK, QWEN3_TEXT, SPECIAL),
+    patches,
+    lambda image: [(IMAGE, image[0] * image[1] // 4)],
+    ((4, 6), (2, 4), (6, 6)),
+    lambda video: [(VIDEO, video[1] * video[2] // 4)] * video[0],
+    (2, 4, 4),
+    token_types=True,
+    settings={"token_budgets": (16, 32)},
+)
 
 SIZE = 16
 TOWER: dict[str, Any] = {
@@ -169,7 +78,7 @@ TOWER: dict[str, Any] = {
 }
 CLIP = {**TOWER, "model_type": "clip_vision_model"}
 SIGLIP = {**TOWER, "model_type": "siglip_vision_model", "vision_use_head": False}
-LLAMA4, STEP = llama4_sizes(2), step3p7_sizes(2)
+STEP = step3p7_sizes(2)
 STEP_TEXT = {
     "moe_intermediate_size": 8,
     "share_expert_dim": 8,
@@ -194,14 +103,6 @@ def padded_tiles(
     pixels = torch.randn(1, sum(images) + 1, 3, SIZE, SIZE, generator=generator)
     pixels[:, -1] = 0.0
     return {"pixel_values": pixels}
-
-
-def sized(images: Sequence[Item], videos: Sequence[Item], generator: torch.Generator) -> dict[str, Any]:
-    """Images padded to the largest; one is (rows, columns) of patches."""
-    height, width = (4 * max(side) for side in zip(*images, strict=True))
-    sizes = torch.tensor([(4 * rows, 4 * columns) for rows, columns in images])
-    pixels = torch.randn(len(images), 3, height, width, generator=generator)
-    return {"pixel_values": pixels, "image_sizes": sizes}
 
 
 def any_resolution(
@@ -246,10 +147,6 @@ def of_tiles(
     return TinyModel(family, arguments_of(vision, text, special), pixels, runs, images, **options)
 
 
-def llama4_features(model: Any, inputs: dict[str, Any]) -> Any:
-    return model.get_image_features(**inputs, vision_feature_select_strategy="default")
-
-
 def shuffled(count: int) -> int:
     """Tokens of tiles of which each four patches are one."""
     return 4 * count
@@ -257,35 +154,7 @@ def shuffled(count: int) -> int:
 
 BY_ID, BY_INDEX = {"image_token_id": IMAGE}, {"image_token_index": IMAGE}
 LLAMA, QWEN = {"model_type": "llama"}, {"model_type": "qwen2"}
-LLAMA4_TEXT = {**HEAD, "intermediate_size_mlp": 48, "num_local_experts": 2, "num_experts_per_tok": 1}
 TILE_MODELS = {
-    "internvl": of_tiles(
-        "InternVL",
-        {**TOWER, "image_size": [SIZE, SIZE], "patch_size": [4, 4]},
-        QWEN,
-        BY_ID,
-        shuffled,
-        images=(1, 2, 3),
-        exhaustive=True,
-    ),
-    "llama4": of_tiles(
-        "Llama4",
-        LLAMA4,
-        LLAMA4_TEXT,
-        BY_INDEX,
-        shuffled,
-        images=(1, 3, 2),
-        features=llama4_features,
-        exhaustive=True,
-    ),
-    "llava": of_tiles(
-        "Llava",
-        CLIP,
-        LLAMA,
-        {**BY_INDEX, "vision_feature_layer": [-2, -1]},
-        lambda count: 16 * count,
-        exhaustive=True,
-    ),
     "llava-next": of_tiles(
         "LlavaNext", CLIP, LLAMA, {**BY_INDEX, **PINPOINTS}, lambda image: 52, any_resolution
     ),
@@ -307,17 +176,6 @@ TILE_MODELS = {
         shuffled,
         padded_tiles,
         (1, 3, 2),
-    ),
-    "mistral3": of_tiles(
-        "Mistral3",
-        {**TOWER, "model_type": "pixtral", "head_dim": 16, "image_size": 64},
-        {"model_type": "mistral", **HEAD},
-        {**BY_INDEX, "spatial_merge_size": 2},
-        lambda image: image[0] * image[1] // 4,
-        sized,
-        IMAGES,
-        exhaustive=True,
-        settings={"token_budgets": (32, 64)},
     ),
     "step-3.7": of_tiles(
         "Step3p7", STEP, STEP_TEXT, BY_ID, lambda crops: 16 + 9 * crops, views, (0, 2, 1), exhaustive=True
@@ -359,4 +217,4 @@ EMBEDDERS = {
     "siglip2": of_embeddings("Siglip2", shapes, text_config=SHORT_TEXT, vision_config=NAFLEX),
     "dinov2": of_embeddings("Dinov2", **DINO),
 }
-MODELS = {**GRID_MODELS, **TILE_MODELS}
+MODELS = {"qwen3-vl": QWEN3_VL, **TILE_MODELS}

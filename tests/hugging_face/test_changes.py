@@ -85,20 +85,6 @@ def test_modes_are_those_of_each_module_at_each_call(pair: Pair) -> None:
     assert fx.stats(pair.model).hits > hits
 
 
-def test_what_was_accelerated_in_training_is_captured_in_evaluation(pair: Pair) -> None:
-    fx.restore(pair.model)
-    for model in (pair.model, pair.plain):
-        model.train()
-    fx.accelerate(pair.model, {"compile": False})
-    pair.assert_alike()
-    for model in (pair.model, pair.plain):
-        model.eval()
-    for _ in range(2):
-        pair.assert_alike()
-    assert fx.stats(pair.model).hits == 2
-    assert pair.misses() == {MissReason.TRAINING}
-
-
 def transpose_in_place(tower: Any) -> None:
     """Square, so that neither its shape nor its address tells."""
     weight = tower.encoder.layers[0].self_attn.out_proj.weight

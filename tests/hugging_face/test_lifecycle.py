@@ -15,19 +15,27 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from accelerate import disk_offload, dispatch_model
 from accelerate.hooks import remove_hook_from_module
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from torch import nn
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import fxsplit_encoder as fx
+from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.hugging_face import served_towers_of
 from fxsplit_encoder.planning.plan import MissReason
+from tests.towers import tiny_towers
+from tests.towers.tiny_inputs import Item
 
 from .comparisons import assert_close, assert_same_bits, generated
 from .conftest import config_of
-from .models import MODELS
+from .models import MODELS, TOWER
+from .tiny_model import randomize
 
 UNCAPTURED = fx.EncoderConfig(enabled=False)
 QWEN, LLAVA = "qwen3-vl", "llava-next"
@@ -297,17 +305,6 @@ def add_adapters(model: Any, *layers: str) -> Any:
     return peft.get_peft_model(model, peft.LoraConfig(r=2, init_lora_weights=False, target_modules=layers))
 
 
-def test_adapter_layers_of_an_accelerated_tower_are_captured(case: Case) -> None:
-    model, reference = (add_adapters(each, "linear_fc1", "qkv") for each in (case.model, case.reference))
-    case.assert_as_reference()
-    with model.disable_adapter(), reference.disable_adapter():
-        case.assert_as_reference()
-    model.merge_and_unload()
-    reference.merge_and_unload()
-    case.assert_as_reference()
-    assert set(case.misses()) == {MissReason.DISABLED}  # by the captures' code
-
-
 def test_adapters_of_the_language_model_leave_the_tower_captured(case: Case) -> None:
     for model in (case.model, case.reference):
         add_adapters(model, "q_proj", "v_proj")
@@ -319,19 +316,17 @@ def test_adapters_of_the_language_model_leave_the_tower_captured(case: Case) -> 
 # --- accelerate's devices
 
 
-@pytest.mark.parametrize("hooked", ["before", "after"])
 @both
-def test_device_hooks_leave_the_tower_captured(hooked: str, case: Case) -> None:
-    if hooked == "before":
-        fx.restore(case.model)
+def test_device_hooks_from_before_leave_the_tower_captured(case: Case) -> None:
+    """`test_reads.py` has those that come after."""
+    fx.restore(case.model)
     dispatch_model(case.model, {"": "cpu"}, force_hooks=True)
     fx.accelerate(case.model, UNCAPTURED)
     case.assert_as_reference()
     assert set(case.misses()) == {MissReason.DISABLED}
-    if hooked == "before":
-        remove_hook_from_module(case.model, recurse=True)
-        case.assert_as_reference()
-        assert served_towers_of(case.model)
+    remove_hook_from_module(case.model, recurse=True)
+    case.assert_as_reference()
+    assert served_towers_of(case.model)
     fx.restore(case.model)
     with torch.no_grad():
         assert_same_bits(case.features(case.model), case.features(case.reference))
@@ -444,3 +439,126 @@ def test_whoever_traces_the_tower_gets_the_untouched_one(
 def test_the_forward_shows_the_towers_own_signature(case: Case) -> None:
     assert inspect.signature(case.tower.forward) == inspect.signature(case.reference_tower.forward)
     assert case.tower.forward.__doc__ == case.reference_tower.forward.__doc__
+
+
+# --- promised bits
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def test_images_get_the_bits_that_they_get_alone_and_other_calls_are_refused(one_thread: None) -> None:
+    config = fx.EncoderConfig(invariant=True, mode="full", token_budgets=[16, 64], max_items_per_batch=4)
+    tower: Any = fx.accelerate(tiny_towers.make("Qwen3VLVisionModel"), config)
+    items = [Item("image", (1, side, 6), side) for side in (2, 4, 8)]
+    inputs = tiny_towers.QWEN
+
+    def encoded(chosen: list[Item]) -> list[torch.Tensor]:
+        given = inputs.make(chosen)
+        with torch.no_grad():
+            output = tower(given["pixel_values"], given["image_grid_thw"])
+        return list(output.pooler_output.split([inputs.tokens(item) for item in chosen]))
+
+    together = encoded(items)
+    for item, result in zip(items, together, strict=True):
+        assert torch.equal(encoded([item])[0], result)
+    assert served_towers_of(tower)
+    assert fx.stats(tower).hit_rate == 1.0
+    given = inputs.make(items)
+    with (
+        torch.autocast("cpu"),
+        torch.no_grad(),
+        pytest.raises(InputError, match=r"invariant: .*\(autocast\)"),
+    ):
+        tower(given["pixel_values"], given["image_grid_thw"])
+    with pytest.raises(InputError, match=r"invariant: .*\(gradients\)"):
+        tower(given["pixel_values"].requires_grad_(), given["image_grid_thw"])
+
+
+# --- any sequence of what may happen to a tower, beside one that nobody accelerated
+
+
+def tower() -> Any:
+    model = transformers.CLIPVisionModel(transformers.CLIPVisionConfig(**TOWER)).eval()
+    randomize(model)
+    return model
+
+
+class Lifecycle(RuleBasedStateMachine):
+    """Captures are switched off, so that nothing is traced: whatever is rebuilt is rebuilt all the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reference = tower()
+        self.model = fx.accelerate(copy.deepcopy(self.reference), {"enabled": False})
+
+    def both(self) -> tuple[Any, Any]:
+        return self.model, self.reference
+
+    @rule(count=st.integers(1, 3), hidden=st.booleans())
+    def encode(self, count: int, hidden: bool) -> None:
+        pixels = torch.randn(count, 3, 16, 16, dtype=self.reference.dtype)
+        with torch.no_grad():
+            got, expected = (each(pixels, output_hidden_states=hidden) for each in self.both())
+        assert_close(got, expected)
+
+    @rule(mode=st.booleans())
+    def train(self, mode: bool) -> None:
+        for each in self.both():
+            each.train(mode)
+
+    @rule(dtype=st.sampled_from([torch.float32, torch.float64]))
+    def cast(self, dtype: torch.dtype) -> None:
+        for each in self.both():
+            each.to(dtype)
+
+    @rule(factor=st.sampled_from([0.5, 1.0]), assign=st.booleans())
+    def load(self, factor: float, assign: bool) -> None:
+        state = {name: tensor * factor for name, tensor in self.reference.state_dict().items()}
+        for each in self.both():
+            each.load_state_dict(copy.deepcopy(state), assign=assign)
+
+    @rule(block=st.integers(0, 1))
+    def replace(self, block: int) -> None:
+        linear = nn.Linear(32, 48, dtype=self.reference.dtype)
+        for each in self.both():
+            each.encoder.layers[block].mlp.fc1 = copy.deepcopy(linear)
+
+    @rule(block=st.integers(0, 1))
+    def hook(self, block: int) -> None:
+        for each in self.both():
+            layer = each.encoder.layers[block].mlp
+            layer.register_forward_hook(lambda module, args, output: output * 0.5)
+
+    @rule()
+    def unhook(self) -> None:
+        for each in self.both():
+            for layer in each.encoder.layers:
+                layer.mlp._forward_hooks.clear()  # a handle is that of a module, not of its copy
+
+    @rule(budget=st.sampled_from([0, 34]))
+    def accelerate(self, budget: int) -> None:
+        settings: dict[str, Any] = {"enabled": False, "token_budgets": [budget] if budget else []}
+        assert fx.accelerate(self.model, settings) is self.model
+
+    @rule()
+    def restore(self) -> None:
+        fx.restore(self.model)
+
+    @rule()
+    def copy(self) -> None:
+        self.model, kept = copy.deepcopy(self.model), self.model
+        fx.restore(kept)
+
+    @invariant()
+    def the_parameters_are_the_models_own(self) -> None:
+        assert_same_bits(self.model.state_dict(), self.reference.state_dict())
+
+
+Lifecycle.TestCase.settings = settings(max_examples=12, stateful_step_count=12, derandomize=True)
+TestLifecycle = Lifecycle.TestCase

@@ -13,10 +13,11 @@ from transformers.modeling_outputs import BaseModelOutput, BaseModelOutputWithPo
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.hugging_face.lifecycle import find_towers
+from fxsplit_encoder.hugging_face.rules import is_named
 from fxsplit_encoder.planning.plan import MissReason
 
 from .comparisons import assert_close
-from .models import SHORT_TEXT, SIZE, TOWER
+from .models import MODELS, SIZE, TOWER
 
 SETTINGS = fx.EncoderConfig(piece_compiler="eager", mode="full")
 UNTRACED = fx.EncoderConfig(compile=False, mode="full")
@@ -103,31 +104,7 @@ def test_images_of_another_dtype() -> None:
         fx.accelerate(tower(), SETTINGS)(pixels(2, torch.float16))
 
 
-@torch.no_grad()
-def test_a_size_without_a_configuration_has_to_recur() -> None:
-    config = transformers.ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1])
-    model = fx.accelerate(transformers.ResNetModel(config).eval(), UNTRACED.replace(exact_min_hits=2))
-    for _ in range(3):
-        model(pixels())
-    stats = fx.stats(model)
-    assert (stats.hits, stats.misses) == (2, {MissReason.NEW_SHAPE: 1})
-
-
 # --- what is left alone
-
-
-def test_the_tower_of_two_is_found() -> None:
-    """Neither the model around both nor the text tower."""
-    vision = {**TOWER, "projection_dim": 24}
-    for kind, config in (
-        (transformers.ChineseCLIPModel, transformers.ChineseCLIPConfig),
-        (transformers.AltCLIPModel, transformers.AltCLIPConfig),
-    ):
-        with torch.device("meta"):
-            model = kind(config(text_config={**SHORT_TEXT, "pad_token_id": 0}, vision_config=vision))
-        (found,), refusals = find_towers(model)
-        assert found.name == "vision_model"
-        assert not refusals
 
 
 def test_a_tower_of_audio_is_left_alone() -> None:
@@ -229,3 +206,38 @@ def test_images_that_read_one_another_are_not_served(caplog: pytest.LogCaptureFi
     assert fx.stats(model).misses == {MissReason.UNSUPPORTED_GRAPH: 2}
     (record,) = caplog.records
     assert "with another image of the batch" in record.getMessage()
+
+
+# --- which towers a model has
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_model_has_one_tower(name: str) -> None:
+    with torch.device("meta"):
+        model = MODELS[name].kind(MODELS[name].config())
+    (found,), refusals = find_towers(model)
+    assert is_named(found.module)
+    assert not refusals
+    assert model.get_submodule(found.name) is found.module
+    assert find_towers(torch.compile(model)) == ([found], [])
+
+
+@torch.no_grad()
+def test_two_towers_of_a_model_are_both_accelerated() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            towers = (transformers.CLIPVisionModel(transformers.CLIPVisionConfig(**TOWER)) for _ in "12")
+            self.first, self.second = towers
+            self.same = self.first
+
+    model = Two().eval()
+    assert [found.name for found in find_towers(model)[0]] == ["first", "second"]
+    pixels = torch.randn(1, 3, 16, 16)
+    expected = [tower(pixels).pooler_output for tower in (model.first, model.second)]
+    fx.accelerate(model, {"enabled": False})
+    for tower, value in zip((model.same, model.second), expected, strict=True):
+        torch.testing.assert_close(tower(pixels).pooler_output, value, rtol=0, atol=1e-5)
+    assert fx.stats(model).items == 2
+    fx.restore(model)
+    assert "forward" not in vars(model.first)

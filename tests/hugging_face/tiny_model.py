@@ -12,7 +12,46 @@ import torch
 import transformers
 from torch import nn
 
-from .prompts import IMAGE, VIDEO, Runs, batch, sequence
+# --- prompts: places for images and videos, padded on the left into a batch
+
+PAD, BOS, IMAGE, VIDEO, START, END = 0, 1, 60, 61, 62, 63
+
+TEXT: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 64,
+    "bos_token_id": BOS,
+    "eos_token_id": None,
+    "pad_token_id": PAD,
+    "max_position_embeddings": 512,
+}
+"""A language model with these tokens."""
+
+Runs = Sequence[tuple[int, int]]
+"""(token, how often) of what stands for one image or video."""
+
+
+def sequence(items: Sequence[Runs], seed: int = 0) -> list[int]:
+    """Text, then every item between its marks, then text."""
+    tokens = [BOS, 5 + seed, 9]
+    for runs in items:
+        for token, count in runs:
+            tokens += [START, *[token] * count, END]
+    return [*tokens, 7, 8 + seed]
+
+
+def batch(sequences: Sequence[Sequence[int]]) -> dict[str, torch.Tensor]:
+    """`input_ids` and `attention_mask`."""
+    longest = max(map(len, sequences))
+    ids = [[PAD] * (longest - len(tokens)) + list(tokens) for tokens in sequences]
+    mask = [[0] * (longest - len(tokens)) + [1] * len(tokens) for tokens in sequences]
+    return {"input_ids": torch.tensor(ids), "attention_mask": torch.tensor(mask)}
+
+
+# --- models
 
 Item = Any
 """What an image or a video is to its model: a grid, a size, a number of tiles."""
@@ -43,8 +82,6 @@ class TinyModel:
     """Whether it gives embeddings, and has no language model."""
     token_types: bool = False
     """Whether it wants to be told which tokens are an image's."""
-    video_alone: bool = False
-    """Whether the tokens of a video are an image's, so that there is no image beside it."""
     exhaustive: bool = False
     """Whether `make test-all` alone captures it."""
     settings: dict[str, Any] = field(default_factory=dict)
@@ -82,9 +119,7 @@ class TinyModel:
         inputs: dict[str, Any] = batch([sequence(items, n) for n, items in enumerate(runs)])
         images = [image for one in sequences for image in one]
         if self.token_types:
-            inputs["mm_token_type_ids"] = token_types(
-                inputs["input_ids"], image=2 if videos and not images else 1
-            )
+            inputs["mm_token_type_ids"] = token_types(inputs["input_ids"])
         return {**inputs, **(self.pixels(images, videos, generator) if images or videos else {})}
 
     def image_inputs(self, images: Sequence[Item], seed: int = 0) -> dict[str, Any]:
@@ -92,9 +127,9 @@ class TinyModel:
         return self.pixels(images, (), torch.Generator().manual_seed(seed))
 
 
-def token_types(ids: torch.Tensor, image: int) -> torch.Tensor:
+def token_types(ids: torch.Tensor) -> torch.Tensor:
     """0 for text, 1 for images, 2 for videos."""
-    return image * (ids == IMAGE).long() + 2 * (ids == VIDEO).long()
+    return (ids == IMAGE).long() + 2 * (ids == VIDEO).long()
 
 
 def randomize(model: nn.Module) -> None:

@@ -58,13 +58,13 @@ def test_a_scrape_shows_the_counts() -> None:
     made = BudgetStats(mode="full", graph_bytes=2**20, timed_replays=2, milliseconds=4.0)
     source.statistics.record_captures({CaptureKey("default", 64): made}, 2**10)
     source.statistics.record_replay(CaptureKey("default", 64), 48)
-    source.statistics.record_replay(CaptureKey("local", 128), 128)
+    source.statistics.record_replay(CaptureKey("local", 128, ("wide", 3)), 128)
     scraped = scrape(registry)
     assert sample(scraped, "item_hits_total") == 3
     assert sample(scraped, "item_misses_total", reason="not_captured") == 2
     small = {"path": "default", "token_budget": "64", "axis_keys": ""}
     assert [sample(scraped, name, **small) for name in BUDGETS] == [1, 48, 16, 2**20, 0.002]
-    large = {"path": "local", "token_budget": "128", "axis_keys": ""}
+    large = {"path": "local", "token_budget": "128", "axis_keys": "wide, 3"}
     assert [sample(scraped, name, **large) for name in BUDGETS[:-1]] == [1, 128, 0, 0]
     assert ("calibrated_replay_seconds", frozenset(large.items())) not in scraped
 
@@ -100,16 +100,6 @@ def test_counters_of_items_start_at_zero() -> None:
     assert [sample(scraped, "fallback_runs_total", kind=kind) for kind in ("exact", "eager")] == [0, 0]
     assert sample(scraped, "input_bytes") == 0
     assert all(sample(scraped, "item_misses_total", reason=str(reason)) == 0 for reason in MissReason)
-
-
-def test_axis_keys_are_a_label() -> None:
-    keys = {CaptureKey("default", 64, axes): BudgetStats(n, 60, 4) for n, axes in ((1, ()), (9, ("wide", 3)))}
-    registry = CollectorRegistry()
-    PrometheusCollector(lambda: ManagerStats(0, {}, keys), registry=registry)
-    scraped = scrape(registry)
-    labels = {"path": "default", "token_budget": "64"}
-    assert sample(scraped, "replays_total", **labels, axis_keys="") == 1
-    assert sample(scraped, "replays_total", **labels, axis_keys="wide, 3") == 9
 
 
 def test_every_sample_carries_the_users_labels() -> None:
@@ -161,18 +151,6 @@ def test_a_scrape_shows_the_counts_of_a_connector() -> None:
     assert sample(samples, "live_tickets", model="tiny") == 1
     kinds = {dict(labels)["kind"] for name, labels in samples if name == "item_failures_total"}
     assert kinds == set(FAILURE_KINDS)
-
-
-def test_labels_and_registries_of_a_connector_are_checked() -> None:
-    with connector() as each:
-        with pytest.raises(
-            InputError, match="labels: expected other names than the metrics' own; got account"
-        ):
-            ConnectorCollector(each, {"account": "x"}, registry=CollectorRegistry())
-        registry = CollectorRegistry()
-        ConnectorCollector(each, registry=registry)
-        with pytest.raises(InputError, match="registry: expected one without a ConnectorCollector"):
-            ConnectorCollector(each, registry=registry)
 
 
 def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -101,12 +101,3 @@ def test_directories_that_others_can_write_or_nobody_are_not_used(
     (tmp_path / "file").write_text("")
     assert str(tmp_path / "file") in keep_flash_attention()
     assert SWITCH not in os.environ and DIRECTORY not in os.environ
-
-
-def test_another_version_has_another_directory(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = package_store("flash_attn_4").directory
-    monkeypatch.setattr(compile_jobs, "package_version", lambda package: f"{package} of tomorrow")
-    assert (
-        package_store("flash_attn_4").directory != before
-        and package_store("flash_attn_4").directory.parent == before.parent
-    )

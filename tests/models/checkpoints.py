@@ -29,6 +29,11 @@ CHECKPOINTS: dict[str, tuple[dict[str, Any], str, int]] = {
         15,
     ),
     "qwen2_5_vl": ({"vision_config": {**GRID, "out_hidden_size": 20}}, "model.visual.", 15),
+    "qwen3_vl": (
+        {"vision_config": {**GRID, "out_hidden_size": 20, "deepstack_visual_indexes": [0]}},
+        "model.visual.",
+        12,
+    ),
     "qwen3_5": ({"vision_config": {**GRID, "out_hidden_size": 20}}, "model.visual.", 12),
     "glm4v": ({"vision_config": {**GRID, "out_hidden_size": 20, "image_size": 56}}, "model.visual.", 15),
     "kimi_vl": ({"vision_config": STACK, **TEXT}, "", 15),

@@ -11,10 +11,22 @@ from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 from safetensors.torch import load_file, save_file
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 
-from fxsplit_encoder.errors import InputError
+from fxsplit_encoder.config import EncoderConfig
+from fxsplit_encoder.connector.interfaces import MediaItem
+from fxsplit_encoder.errors import ConfigError, InputError
 from fxsplit_encoder.models.checkpoint import Checkpoint
+from fxsplit_encoder.models.connectors import (
+    checkpoint_connector,
+    checkpoint_encoder,
+    checkpoint_process,
+    config_for,
+    weightless_tower,
+)
 from fxsplit_encoder.models.load import load_tower
+from fxsplit_encoder.models.media import media_processor
 from fxsplit_encoder.models.prepare import ProcessorSettings
+
+from .checkpoints import CHECKPOINTS, save
 
 CPU = torch.device("cpu")
 SaveCheckpoint = Callable[..., Path]
@@ -58,12 +70,6 @@ def test_the_dtype_is_the_parameters_but_not_the_frequencies(
     assert {buffer.dtype for buffer in tower.buffers()} == {torch.float32}
     ours, exact = embedding(tower, torch.bfloat16).float(), embedding(tiny_tower)
     assert torch.nn.functional.cosine_similarity(ours, exact).min() > 0.99
-
-
-def test_mixture_of_experts_models_have_the_same_tower(save_checkpoint: SaveCheckpoint) -> None:
-    directory = save_checkpoint()
-    edit_json(directory / "config.json", lambda config: config.update(model_type="qwen3_vl_moe"))
-    assert load_tower(directory, torch.float32, CPU).config.depth == 2
 
 
 def test_missing_and_unexpected_tensors_are_named(save_checkpoint: SaveCheckpoint) -> None:
@@ -180,3 +186,78 @@ def test_processor_settings_come_from_the_checkpoint(tmp_path: Path) -> None:
     assert checkpoint.processors() == ProcessorSettings({"patch_size": 14}, {"merge_size": 1})
     (tmp_path / "processor_config.json").unlink()
     assert checkpoint.processors() == ProcessorSettings({"patch_size": 12}, {"patch_size": 12})
+
+
+# --- encoders of checkpoints
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_a_tower_without_weights_counts_and_declares_as_one_with_them(
+    name: str, photograph: Path, tmp_path: Path
+) -> None:
+    _, directory = save(tmp_path / "checkpoint", name)
+    tower = weightless_tower(directory)
+    assert all(parameter.is_meta for parameter in tower.parameters())
+    here, apart = checkpoint_encoder(directory), checkpoint_process(directory)
+    for modality in ("image", "video", "audio"):
+        assert apart.row_bytes(modality) == here.row_bytes(modality)
+    processor = media_processor(tower, directory)
+    item = MediaItem("image", photograph)
+    prepared = processor.prepare(item)
+    (feature,) = here.encode([prepared])
+    assert processor.count_tokens(item) == prepared.num_tokens == feature.shape[0]
+    assert feature.nbytes == feature.shape[0] * (apart.row_bytes("image") or 0)
+
+
+def test_settings_and_dtypes_are_taken(tmp_path: Path) -> None:
+    _, directory = save(tmp_path / "checkpoint", "siglip")
+    settings = tmp_path / "config.yaml"
+    settings.write_text("mode: full\ntoken_budgets: [4]\n", encoding="utf-8")
+    assert checkpoint_encoder(directory).manager.dtype is torch.float32  # the checkpoint's
+    encoder = checkpoint_encoder(directory, settings, dtype="bfloat16")
+    assert (encoder.manager.config.mode, encoder.manager.dtype) == ("full", torch.bfloat16)
+    apart = checkpoint_process(directory, settings, dtype="bfloat16")
+    assert apart.row_bytes("image") == encoder.row_bytes("image")
+    assert apart.program.arguments["config"] == str(settings)
+
+
+@pytest.mark.parametrize("dtype", ["float", "int32", "nn", "no such"])
+def test_a_dtype_that_is_none_is_an_error(dtype: str, tmp_path: Path) -> None:
+    _, directory = save(tmp_path / "checkpoint", "siglip")
+    if dtype == "float":  # as torch has it
+        assert checkpoint_encoder(directory, dtype=dtype).manager.dtype == torch.float32
+        return
+    for make in (checkpoint_encoder, checkpoint_process):
+        expected = f"dtype: expected auto or a floating-point dtype of torch, such as bfloat16; got '{dtype}'"
+        with pytest.raises(InputError, match=expected):
+            make(directory, dtype=dtype)
+
+
+def test_encoders_of_a_connector_capture_nothing_while_requests_come(tmp_path: Path) -> None:
+    assert config_for(None, torch.device("cuda")) == EncoderConfig(capture_recurring=False)
+    assert config_for(None, torch.device("cpu")).mode == "none"
+    given = EncoderConfig(mode="full")
+    assert config_for(given, torch.device("cuda")) is given
+    file = tmp_path / "settings.yaml"
+    file.write_text("capture_recurring: true\n", encoding="utf-8")
+    assert config_for(file, torch.device("cuda")).capture_recurring
+
+
+FAST = "token_budgets: [64, 256]\nmax_items_per_batch: 2\nmode: breakable\npiece_compiler: eager\n"
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    _, directory = save(tmp_path_factory.mktemp("checkpoint"), "qwen2_vl")
+    (directory / "encoder.yaml").write_text(FAST)
+    return directory
+
+
+def test_what_is_wrong_is_named(checkpoint: Path, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="devices: expected at least one"):
+        checkpoint_connector(checkpoint, [])
+    with pytest.raises(InputError, match=r"no config\.json"):
+        checkpoint_encoder(tmp_path)
+    (tmp_path / "bad.yaml").write_text("mode: fastest\n")
+    with pytest.raises(ConfigError, match="mode"):
+        checkpoint_encoder(checkpoint, tmp_path / "bad.yaml")

@@ -32,14 +32,11 @@ from fxsplit_encoder.towers.inputs import PixelValues
 from .checkpoints import CHECKPOINTS, CPU
 from .processors import noise
 
-NAMES = [*CHECKPOINTS, "qwen3_vl"]
+NAMES = [*CHECKPOINTS]
 OF_CLIPS = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "glm4v", "kimi_k25", "internvl"]
-VISION = {"depth": 1, "num_heads": 2, "hidden_size": 32, "intermediate_size": 48, "out_hidden_size": 20}
 
 
 def settings_of(name: str) -> dict[str, Any]:
-    if name == "qwen3_vl":
-        return {"vision_config": {**VISION, "deepstack_visual_indexes": [0]}}
     return {"model_type": name, **CHECKPOINTS[name][0]}
 
 

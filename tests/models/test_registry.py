@@ -21,8 +21,10 @@ from fxsplit_encoder.models.load import load_tower, read_family
 from fxsplit_encoder.models.prepare import ProcessorSettings, load_inputs
 from fxsplit_encoder.models.random import demo_tower, random_inputs
 from fxsplit_encoder.models.registry import ARCHITECTURES, FAMILIES, architecture
+from fxsplit_encoder.models.text import TextEncoder, Tokenizer
 
 from .checkpoints import CHECKPOINTS, CPU, clip, save
+from .embedding_models import MODELS, WITH_TEXT, image_vector, save_model, text_vectors
 
 # Blocks, millions of parameters of the tower with its projector, and columns of an embedding.
 SIZES = {
@@ -63,25 +65,18 @@ def test_towers_have_their_published_sizes(model: str) -> None:
     assert wrapped.out_hidden_size == hidden
 
 
-def vision(model: str, blocks: int) -> dict[str, Any]:
-    settings: dict[str, Any] = architecture(model).settings(blocks)["vision_config"]
-    return settings
-
-
-@pytest.mark.parametrize(("blocks", "levels"), [(1, [0]), (2, [0, 1]), (4, [1, 2, 3]), (27, [8, 16, 24])])
-def test_deepstack_levels_fit_the_depth(blocks: int, levels: list[int]) -> None:
-    assert vision("qwen3-vl-8b", blocks)["deepstack_visual_indexes"] == levels
-
-
-@pytest.mark.parametrize(("blocks", "full"), [(1, [0]), (2, [1]), (10, [7, 9]), (32, [7, 15, 23, 31])])
-def test_full_attention_is_every_eighth_block_and_the_last(blocks: int, full: list[int]) -> None:
-    assert vision("qwen2.5-vl-7b", blocks)["fullatt_block_indexes"] == full
-
-
-@pytest.mark.parametrize(("blocks", "layers", "whole"), [(1, 1, [0]), (4, 2, [1]), (24, 12, [2, 5, 8, 11])])
-def test_sam_has_half_as_many_blocks_as_clip(blocks: int, layers: int, whole: list[int]) -> None:
-    sam = vision("deepseek-ocr", blocks)["width"]["sam_vit_b"]
-    assert (sam["layers"], sam["global_attn_indexes"]) == (layers, whole)
+@pytest.mark.parametrize(
+    ("model", "name", "by_blocks"),
+    [
+        ("qwen3-vl-8b", "deepstack_visual_indexes", {1: [0], 4: [1, 2, 3], 27: [8, 16, 24]}),
+        ("qwen2.5-vl-7b", "fullatt_block_indexes", {1: [0], 10: [7, 9], 32: [7, 15, 23, 31]}),
+        ("deepseek-ocr", "global_attn_indexes", {1: [0], 4: [1], 24: [2, 5, 8, 11]}),
+    ],
+)
+def test_levels_fit_the_depth(model: str, name: str, by_blocks: dict[int, list[int]]) -> None:
+    for blocks, expected in by_blocks.items():
+        vision: Any = architecture(model).settings(blocks)["vision_config"]
+        assert (vision["width"]["sam_vit_b"] if "width" in vision else vision)[name] == expected
 
 
 def test_an_unknown_architecture_is_refused_with_the_known_ones() -> None:
@@ -105,12 +100,6 @@ def test_a_tower_with_random_weights_is_sane(model: str) -> None:
     wrapped = architecture(model).family.wrap(tower.float())
     output = wrapped.encoder_eager_forward(random_inputs(wrapped, [16 if model.startswith("kimi") else 1]))
     assert 0.2 < output.std() < 5
-
-
-def test_the_same_seed_gives_the_same_weights() -> None:
-    first, same, other = (demo_tower(1, seed=seed, model="clip-l-336").state_dict() for seed in (0, 0, 1))
-    assert all(torch.equal(tensor, same[name]) for name, tensor in first.items())
-    assert not all(torch.equal(tensor, other[name]) for name, tensor in first.items())
 
 
 def test_random_inputs_have_the_sizes_asked_for() -> None:
@@ -168,8 +157,8 @@ def test_every_family_has_a_checkpoint_here() -> None:
     untested = {name for name, family in FAMILIES.items() if id(family) not in tested}
     audio = {"whisper"}  # in test_whisper.py
     dense = {"siglip_vision_model", "siglip2", "siglip2_vision_model", "clip", "dinov3_vit"}
-    dense |= {"CLIPVisionModelWithProjection"}  # in test_vectors.py
-    assert untested - bare - audio - dense == {name for name in FAMILIES if name.startswith("qwen3_vl")}
+    dense |= {"CLIPVisionModelWithProjection"}  # below, with their vectors
+    assert not untested - bare - audio - dense
 
 
 def test_models_of_images_refuse_clips(tmp_path: Path) -> None:
@@ -186,3 +175,117 @@ def test_a_processors_statistics_are_used() -> None:
     for name in ("internvl", "llama4", "siglip", "clip", "dinov2", "DeepseekOCRForCausalLM", "step3_vl"):
         pixels = FAMILIES[name].prepare({}, own).image(white).tensors["pixel_values"]
         assert pixels.max().item() == pytest.approx(1.0)
+
+
+# --- the models' own vectors of images and texts
+
+
+IMAGES = [Image.effect_noise((40 + 9 * n, 50), 60).convert("RGB") for n in range(3)]
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+    return save_model(tmp_path_factory.mktemp("model"), request.param)
+
+
+def inputs_of(model: Any, image: Image.Image, prepared: Any) -> dict[str, torch.Tensor]:
+    if type(model).__name__ != "Siglip2Model":
+        return {"pixel_values": prepared.tensors["pixel_values"]}
+    from transformers.models.siglip2.image_processing_pil_siglip2 import Siglip2ImageProcessorPil
+
+    processor = Siglip2ImageProcessorPil(patch_size=14, max_num_patches=16)
+    return dict(processor(images=[image], return_tensors="pt"))
+
+
+@pytest.mark.parametrize(
+    "compiled", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["as it is", "compiled"]
+)
+def test_the_vector_of_an_image_is_that_of_transformers(saved: tuple[Any, Path], compiled: bool) -> None:
+    model, directory = saved
+    checkpoint = Checkpoint.locate(directory)
+    family, settings = read_family(checkpoint)
+    assert family.pooled is not None
+    tower = family.pooled.wrap(load_tower(checkpoint, torch.float32, CPU, family.pooled))
+    config = fx.EncoderConfig(mode="none", piece_compiler="eager", enabled=compiled)
+    manager = fx.EncoderCudaGraphManager(tower, config)
+    manager.capture()
+    preparation = family.prepare(settings, checkpoint.processors())
+    prepared = [preparation.image(image) for image in IMAGES]
+    names = prepared[0].tensors.keys()
+    found = manager.execute({name: torch.cat([each.tensors[name] for each in prepared]) for name in names})
+    for image, each, vector in zip(IMAGES, prepared, found, strict=True):
+        expected = image_vector(model, inputs_of(model, image, each))
+        torch.testing.assert_close(vector, expected, rtol=0, atol=1e-5)
+        sizes = preparation.image_sizes(*image.size)
+        assert sizes.layout == each.layout
+
+
+def test_rows_are_those_of_patches(saved: tuple[Any, Path]) -> None:
+    model, directory = saved
+    checkpoint = Checkpoint.locate(directory)
+    family, settings = read_family(checkpoint)
+    tower = family.wrap(load_tower(checkpoint, torch.float32, CPU))
+    prepared = family.prepare(settings, checkpoint.processors()).image(IMAGES[0])
+    rows = fx.EncoderCudaGraphManager(tower, fx.EncoderConfig(enabled=False)).execute(dict(prepared.tensors))
+    vision = getattr(model, "vision_model", model)
+    with torch.no_grad():
+        expected = vision(**inputs_of(model, IMAGES[0], prepared)).last_hidden_state[0]
+    if family.pads_rows:
+        _, height, width = prepared.layout["grid"]
+        torch.testing.assert_close(rows[0][: height * width], expected[: height * width], rtol=0, atol=1e-5)
+    else:
+        torch.testing.assert_close(rows[0], expected[-4:], rtol=0, atol=1e-5)
+
+
+def test_tiles_may_have_another_side_than_the_table_of_positions(tmp_path: Path) -> None:
+    """As published DINOv2 models do, whose processor crops to 224 pixels where the table is of 518."""
+    model, directory = save_model(tmp_path, "Dinov2")
+    (directory / "preprocessor_config.json").write_text('{"crop_size": {"height": 42, "width": 42}}')
+    checkpoint = Checkpoint.locate(directory)
+    family, settings = read_family(checkpoint)
+    prepared = family.prepare(settings, checkpoint.processors()).image(IMAGES[0])
+    assert prepared.tensors["pixel_values"].shape[-1] == 42
+    for own in (family, family.pooled):
+        assert own is not None
+        tower = own.wrap(load_tower(checkpoint, torch.float32, CPU, own), 42)
+        manager = fx.EncoderCudaGraphManager(tower, fx.EncoderConfig(mode="none", piece_compiler="eager"))
+        manager.capture()
+        (found,) = manager.execute(dict(prepared.tensors))
+        with torch.no_grad():
+            expected = model(prepared.tensors["pixel_values"])
+        whole = expected.pooler_output if own is family.pooled else expected.last_hidden_state[0, 1:]
+        torch.testing.assert_close(found, whole, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", WITH_TEXT)
+def test_vectors_of_texts_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    model, directory = save_model(tmp_path, name)
+    checkpoint = Checkpoint.locate(directory)
+    texts = ["a photo of a cat", "rocket", "the dog with two cups of coffee " * 4, ""]
+    tokenizer = Tokenizer(checkpoint)
+    encode = TextEncoder(checkpoint, torch.float32, CPU, tokenizer.padding_id)
+    tokens = [tokenizer(text) for text in texts]
+    assert max(map(len, tokens)) == 12
+    found = encode(tokens)
+    torch.testing.assert_close(found, text_vectors(model, directory, texts), rtol=0, atol=1e-5)
+    for text, vector in zip(tokens, found, strict=True):  # each as alone
+        torch.testing.assert_close(encode([text])[0], vector, rtol=0, atol=1e-5)
+
+
+def test_a_model_without_a_text_tower_is_refused(tmp_path: Path) -> None:
+    _, directory = save(tmp_path / "tower", "qwen2_5_vl")
+    with pytest.raises(InputError, match="without a text tower"):
+        Tokenizer(Checkpoint.locate(directory))
+    _, directory = save_model(tmp_path / "siglip", "Siglip")
+    for file in directory.glob("tokenizer*"):
+        file.unlink()
+    with pytest.raises(InputError, match="tokenizer cannot be loaded"):
+        Tokenizer(Checkpoint.locate(directory))
+
+
+def test_a_tower_alone_has_a_vector_without_the_projection(tmp_path: Path) -> None:
+    _, directory = save(tmp_path / "tower", "clip_vision_model")
+    checkpoint = Checkpoint.locate(directory)
+    pooled = read_family(checkpoint)[0].pooled
+    assert pooled is not None
+    assert pooled.wrap(load_tower(checkpoint, torch.float32, CPU, pooled)).out_hidden_size == 16

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,7 @@ from torch import Tensor
 from transformers import WhisperConfig, WhisperFeatureExtractor, WhisperForConditionalGeneration
 
 import fxsplit_encoder as fx
-from fxsplit_encoder.connector.connector import Connector
-from fxsplit_encoder.connector.fake import FakeEncoder, FakeProcessor, fake_rows
+from fxsplit_encoder.connector.fake import FakeProcessor
 from fxsplit_encoder.connector.interfaces import MediaItem, ProcessorByModality
 from fxsplit_encoder.connector.manager_encoder import ManagerEncoder
 from fxsplit_encoder.connector.positions import PositionMap
@@ -126,17 +124,6 @@ def test_rows_are_those_of_transformers(
     assert stats.hit_rate == 1.0
 
 
-def test_equal_samples_have_equal_digests(processor: AudioProcessor) -> None:
-    def digest(audio: AudioSamples, by: AudioProcessor = processor) -> bytes:
-        return by.digest(MediaItem("audio", audio))
-
-    one = speech(100)
-    assert digest(one) == digest(AudioSamples(one.samples.copy(), RATE))
-    assert digest(one) != digest(speech(100, seed=1))
-    other = audio_processor(processor.tower, WhisperFeatureExtractor(16, chunk_length=2), hash_name="sha256")
-    assert digest(one) != digest(one, other)
-
-
 @pytest.mark.parametrize(
     ("item", "message"),
     [
@@ -205,35 +192,18 @@ def test_a_checkpoint_takes_audio_through_a_connector(model: Any, checkpoint: Pa
         assert connector.audit() == []
 
 
-@pytest.fixture(scope="module")
-def both(encoder: ManagerEncoder) -> Iterator[Connector]:
-    """A worker for images and one for audio."""
-
-    class Kept(ManagerEncoder):
-        def close(self) -> None:
-            """The captures are other tests' too."""
-
-    audio = audio_processor(encoder.manager.tower, extractor(), hash_name="sha256")
-    media = ProcessorByModality({"image": FakeProcessor(), "audio": audio})
-    settings = ConnectorConfig(timeout_s=None)
-    factories = [lambda: FakeEncoder(modalities=["image"]), lambda: Kept(encoder.manager)]
-    with Connector(media, factories, settings) as connector:
-        yield connector
-
-
-def test_a_request_may_have_images_and_audio(model: Any, both: Connector) -> None:
-    items = [MediaItem("image", "an image"), MediaItem("audio", speech(100))]
-    ticket = both.submit(EncodeRequest("r", items))
-    assert ticket.wait(60) == "ready", ticket.error
-    with both.read(ticket) as rows:
-        torch.testing.assert_close(rows[1].rows, expected(model, speech(100)), rtol=0, atol=1e-5)
-        assert torch.equal(rows[0].rows, fake_rows(FakeProcessor().digest(items[0]), 4))
-        assert rows[1].metadata["rows_with_sound"] == 1
-    assert isinstance(both.processor, ProcessorByModality)
-    assert both.processor.reduce(items[1], "half_resolution") is None
-    smaller = both.processor.reduce(items[0], "half_resolution")
+def test_each_modality_has_its_processor(processor: AudioProcessor) -> None:
+    both, image = ProcessorByModality({"image": FakeProcessor(), "audio": processor}), MediaItem("image", "a")
+    audio = MediaItem("audio", speech(100))
+    assert (both.digest(image), both.digest(audio)) == (
+        FakeProcessor().digest(image),
+        processor.digest(audio),
+    )
+    assert [both.prepare(item).num_tokens for item in (image, audio)] == [4, ROWS]
+    assert [both.count_tokens(item) for item in (image, audio)] == [4, ROWS]
+    assert both.reduce(audio, "half_resolution") is None
+    smaller = both.reduce(image, "half_resolution")
     assert smaller is not None and smaller.options["tokens"] == 2
-    assert both.audit() == []
 
 
 def test_a_modality_without_a_processor_is_refused() -> None:

@@ -169,3 +169,19 @@ def test_a_vector_may_be_cut_and_has_length_1_again() -> None:
     for wrong in (vector[:, :1], np.concatenate([vector, vector])):
         with pytest.raises(RequestError, match="dimensions"):
             answer(asked([b""], dimensions=2), wrong)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_a_vector_that_is_no_json_is_refused_with_its_place(value: float) -> None:
+    vectors = np.ones((1, 2), np.float32), np.array([[1, value]], np.float16)
+    with pytest.raises(RequestError, match="got NaN or an infinity") as caught:
+        answer(asked([b"", ""]), *vectors)
+    assert (caught.value.status_code, caught.value.index) == (422, 1)
+    entries = answer(asked([b"", ""], encoding_format="base64"), *vectors)["data"]
+    assert base64.b64decode(entries[1]["embedding"]) == vectors[1].tobytes()
+
+
+def test_an_item_that_is_wrong_is_refused_with_its_place() -> None:
+    with pytest.raises(RequestError, match="expected base64") as caught:
+        read(post(json={"input": ["a", {"image": "no base64!"}]}))
+    assert caught.value.index == 1

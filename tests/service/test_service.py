@@ -27,7 +27,7 @@ from typer.testing import CliRunner
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.cli.main import app
-from fxsplit_encoder.errors import EncoderLostError, InputError
+from fxsplit_encoder.errors import EncoderLostError, InputError, MediaError
 from fxsplit_encoder.models.text import TextEncoder
 from fxsplit_encoder.service import application, server
 from fxsplit_encoder.service.encoder import Preparer, QueuedEncoder
@@ -230,13 +230,28 @@ def test_bodies_are_limited_by_what_they_say_and_by_what_comes(running: Running)
     assert (answer.status_code, answer.json()["error"]["type"]) == (413, "too_large")
 
 
-def test_a_bad_image_is_refused_with_its_place(running: Running) -> None:
-    files = [("image", ("a.png", encoded(photograph()))), ("image", ("b.png", b"no image"))]
-    answer = running.embed(files=files)
+def test_a_bad_image_is_refused_with_its_place_and_what_waits_beside_it_is_not_prepared(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepared: list[bytes] = []
+    answered = threading.Event()
+
+    def load(preparer: Preparer, data: bytes) -> Any:
+        if data == images[0]:
+            raise MediaError("of the test")
+        prepared.append(data)
+        answered.wait(1)
+
+    monkeypatch.setattr(Preparer, "load", load)
+    workers = application.thread_pool()._max_workers
+    images = [blank(8 + n) for n in range(workers + 8)]
+    try:
+        answer = running.embed(files=[("image", (f"{n}.png", data)) for n, data in enumerate(images)])
+    finally:
+        answered.set()
     error = answer.json()["error"]
-    assert (answer.status_code, error["type"], error["index"]) == (422, "undecodable_image", 1)
-    answer = running.embed(json={"input": ["a", {"image": "no base64!"}]})
-    assert (answer.status_code, answer.json()["error"]["index"]) == (400, 1)
+    assert (answer.status_code, error["type"], error["index"]) == (422, "undecodable_image", 0)
+    assert len(prepared) <= workers
 
 
 class Held:
@@ -376,11 +391,6 @@ def first_page() -> tuple[list[str], str]:
         re.findall(rf"```{kind}\n(.*?)```", page, re.DOTALL) for kind in ("sh", "python")
     )
     return commands.splitlines(), code
-
-
-def test_a_first_search_takes_ten_lines() -> None:
-    commands, code = first_page()
-    assert len([line for line in (*commands, *code.splitlines()) if line]) <= 10
 
 
 @contextlib.contextmanager

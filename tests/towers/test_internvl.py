@@ -47,20 +47,6 @@ def test_called_it_is_get_image_features() -> None:
     assert (other - expected.pooler_output).abs().max() > 0.01
 
 
-@torch.no_grad()
-def test_the_model_around_it_may_call_it() -> None:
-    model = make()
-    x, ids = random_tiles(1), torch.tensor([[1, 9, 9, 9, 9, 2]])
-    model.config.image_token_id = 9
-    expected = model(input_ids=ids, pixel_values=x).last_hidden_state
-    calls: list[int] = []
-    wrapped = fx.wrap(model)
-    wrapped.register_forward_hook(lambda *_: calls.append(1))
-    model.__dict__["get_image_features"] = wrapped
-    assert_close([model(input_ids=ids, pixel_values=x).last_hidden_state], [expected])
-    assert calls == [1]
-
-
 def test_only_what_surrounds_the_language_model_is_wrapped() -> None:
     model = randomize(internvl_with_head())
     text = model.model.language_model.config._attn_implementation
@@ -72,11 +58,3 @@ def test_only_what_surrounds_the_language_model_is_wrapped() -> None:
     assert wrapped.tower.config._attn_implementation == "sdpa"
     assert model.model.language_model.config._attn_implementation == text
     assert (wrapped.tokens_per_tile, wrapped.out_hidden_size, wrapped.tile_shape) == (4, 12, SHAPE)
-
-
-def test_the_published_sizes_give_256_tokens_a_tile() -> None:
-    with torch.device("meta"):
-        model = InternVLModel(internvl_config({"image_size": (448, 448), "patch_size": (14, 14)}))
-    wrapped = fx.wrap(model)
-    assert wrapped.tokens_per_tile == 256
-    assert wrapped.get_encoder_cudagraph_budget_range(None) == (256, 4096)

@@ -87,8 +87,9 @@ def test_a_bare_tower_is_not_projected(fresh_dynamo: None) -> None:
     assert_close([got], [reference(x).last_hidden_state.flatten(0, 1)])
 
 
-@pytest.mark.parametrize("key", ["patches_per_image", "num_patches"])
-def test_given_counts_come_before_ratios(key: str) -> None:
-    inputs = {"pixel_values": random_tiles(5), key: [2, 3], "aspect_ratios": [(9, 9), (9, 9)]}
-    specs = fx.wrap(make()).get_encoder_cudagraph_item_specs(inputs)
-    assert [s.input_size for s in specs] == [2, 3]
+def test_ratios_count_tiles_and_given_counts_come_before_them() -> None:
+    """An image of several tiles has the whole image as one more."""
+    tower, ratios = fx.wrap(make()), {"aspect_ratios": torch.tensor([(1, 1), (2, 2), (1, 3)])}
+    for given in ({}, {"patches_per_image": [2, 3, 5]}, {"num_patches": [2, 3, 5]}):
+        specs = tower.get_encoder_cudagraph_item_specs({"pixel_values": random_tiles(10), **ratios, **given})
+        assert [s.input_size for s in specs] == ([2, 3, 5] if given else [1, 5, 4])

@@ -71,20 +71,3 @@ def test_the_runner_of_the_second_generation(model_and_config: tuple[Any, Any]) 
             assert torch.equal(got, own)
     ours.clear()
     assert not manager.is_captured()
-
-
-def test_captures_are_not_inflated_by_long_videos(model_and_config: tuple[Any, Any]) -> None:
-    """vLLM would infer 4 frames for each of 32 items, and lay them out in every capture."""
-    from vllm.v1.worker.encoder_cudagraph import EncoderCudaGraphManager
-
-    model, config = model_and_config
-    manager = make_adapter(EncoderCudaGraphManager, PluginSettings())(config, CPU, torch.float32, model)
-    assert manager.manager is not None
-    limits = manager.manager.limits
-    budgets = limits.path_budgets["default"]
-    assert (budgets[0], budgets[-1]) == (64, engine.MAX_LEN)
-    assert (vars(manager)["max_frames_per_batch"], limits.max_frames_per_batch) == (128, 63)
-    assert manager.max_frames_per_batch == 63
-    for budget, rows in ((64, 64 * 4), (engine.MAX_LEN, engine.MAX_LEN * 4)):
-        path = manager.manager.paths["default"]
-        assert path.forward.capture_values(budget)["pixel_values"].shape[0] == rows

@@ -192,7 +192,6 @@ def fixed_positions(model: Any) -> None:
     model.resampler._adjust_pos_cache = lambda tgt_sizes, device: None
 
 
-CONFIGS = json.loads(Path(__file__).with_name("tiny_configs.json").read_text("utf-8"))
 TINY: dict[str, Tiny] = {
     "Qwen2-VL": Tiny(CONFIGS["Qwen2-VL"], **BY_GRIDS, adjust=few_frames),
     "Qwen2.5-VL": Tiny(CONFIGS["Qwen2.5-VL"], **BY_GRIDS, adjust=few_frames),

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import math
-import random
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import hypothesis.strategies as st
 import torch
 from hypothesis import HealthCheck, settings
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from fxsplit_encoder.connector.books.audit import audit
 from fxsplit_encoder.connector.books.books import Books
@@ -25,6 +31,8 @@ from fxsplit_encoder.connector.interfaces import MediaItem, PreparedItem
 from fxsplit_encoder.connector.request import ConnectorConfig, EncodeRequest, FailurePolicy
 from fxsplit_encoder.connector.states import WAITING, Residence, State
 from fxsplit_encoder.errors import ConnectorError, ConnectorFullError
+
+from ..scenes import image, request
 
 ROW_BYTES = 1024
 PAGE = 4096
@@ -117,7 +125,6 @@ policies = st.builds(
 )
 faults = st.sampled_from([None, None, "encoder", "out_of_memory"])
 indices = st.integers(0, 1 << 16)
-MOVES = 3000
 REACHED = (
     *("hits", "joins", "misses", "rejected_hits", "evictions", "retries", "reductions"),
     *("text_only", "discarded"),
@@ -125,6 +132,9 @@ REACHED = (
 
 
 class AnyHistory(RuleBasedStateMachine):
+    reached: ClassVar[Counter[str]] = Counter()
+    """What happened in all histories, by the names of statistics."""
+
     @initialize(
         device_pages=st.sampled_from([0, 2, 6]),
         host_pages=st.sampled_from([4, 8, 12]),
@@ -173,7 +183,7 @@ class AnyHistory(RuleBasedStateMachine):
         salt=st.sampled_from(["", "tenant"]),
         timeout_s=st.sampled_from([None, 5.0]),
         broken=st.sampled_from([False, False, False, True]),
-        until=st.sampled_from(["submitted", "prepared", "taken", "ready"]),
+        until=st.sampled_from(["prepared", "taken", "taken", "ready"]),
         odd=st.sampled_from("-----c"),  # whose token count is another one than usual
     )
     def submit(
@@ -315,7 +325,7 @@ class AnyHistory(RuleBasedStateMachine):
 
     @precondition(lambda self: self.encoding)
     @rule(which=indices, kinds=st.lists(faults, min_size=3, max_size=3), copy_fails=st.booleans())
-    def encoded(self, which: int, kinds: list[str | None], copy_fails: bool) -> None:
+    def encoded(self, which: int, kinds: Sequence[str | None], copy_fails: bool) -> None:
         batch = self.take(self.encoding, which)
         failures = {
             entry: _error(kind) for entry, kind in zip(batch.entries, kinds, strict=False) if kind is not None
@@ -400,6 +410,7 @@ class AnyHistory(RuleBasedStateMachine):
         if not hasattr(self, "books"):
             return
         self.finish_everything()
+        self.reached.update({name: getattr(self.books.holdings.stats, name) for name in REACHED})
         assert all(t.state in (State.RELEASED, State.FAILED, State.CANCELLED) for t in self.tickets)
         self.step()
         assert set(self.told) == {ticket.number for ticket in self.tickets}
@@ -427,9 +438,12 @@ class AnyHistory(RuleBasedStateMachine):
         raise AssertionError(f"stuck: {self.books.holdings.tickets}")
 
     @precondition(lambda self: self.books.holdings.waiting.used)
-    @rule(until=st.sampled_from(["prepared", "taken", "ready"]))
-    def work(self, until: str) -> None:
-        """What CPU workers and workers have before them, without faults."""
+    @rule(
+        until=st.sampled_from(["prepared", "taken", "ready"]),
+        kinds=st.lists(faults, min_size=3, max_size=3),
+    )
+    def work(self, until: str, kinds: Sequence[str | None] = (None,) * 3) -> None:
+        """What CPU workers and workers have before them."""
         for _ in range(6 if until != "submitted" else 0):
             self.take_cpu_job()
             while self.counting:
@@ -442,14 +456,9 @@ class AnyHistory(RuleBasedStateMachine):
         for worker in range(2 if until in ("taken", "ready") else 0):
             self.take_batch(worker)
         while until == "ready" and self.encoding:
-            self.encoded(0, [None] * 3, False)
+            self.encoded(0, kinds, False)
         while until == "ready" and self.launched:
             self.publish(0)
-
-    def forget_some(self) -> None:
-        """The latest tickets are enough to pick from."""
-        live = [ticket for ticket in self.tickets if ticket.number in self.books.holdings.tickets]
-        self.tickets = live + [ticket for ticket in self.tickets if ticket not in live][-5:]
 
     # --- helpers
 
@@ -470,57 +479,6 @@ def _error(kind: str) -> ConnectorError:
     return ConnectorError(kind, kind, retryable=kind != "media")
 
 
-def random_move(machine: AnyHistory, draw: random.Random) -> None:
-    """One rule of the machine, if it applies."""
-    which, item = draw.randrange(1 << 16), draw.choice([None, None, 0, 1])
-    kinds = [draw.choice([None, None, None, "encoder", "out_of_memory"]) for _ in range(3)]
-    moves: list[tuple[int, Any, Callable[[], None]]] = [
-        (10, len(machine.books.holdings.tickets) < 8, lambda: random_submission(machine, draw)),
-        (2, machine.tickets, lambda: machine.hold(which, item)),
-        (4, machine.tickets, lambda: machine.release(which, item, draw.random() < 0.2)),
-        (3, machine.tickets, lambda: machine.cancel(which, item)),
-        (2, any(t.state is State.READY for t in machine.tickets), lambda: machine.begin_read(which)),
-        (4, machine.reading, lambda: machine.end_read(which, draw.random() < 0.5)),
-        (9, True, machine.take_cpu_job),
-        (9, machine.counting, lambda: machine.counted(which)),
-        (9, machine.digesting, lambda: machine.digested(which, draw.random() < 0.1)),
-        (
-            9,
-            machine.preparing,
-            lambda: machine.prepared(which, draw.choice(["ok"] * 9 + ["broken", "again"])),
-        ),
-        (5, True, lambda: machine.take_batch(draw.randrange(2))),
-        (5, machine.encoding, lambda: machine.encoded(which, kinds, draw.random() < 0.1)),
-        (1, machine.encoding, lambda: machine.split(which)),
-        (5, machine.launched, lambda: machine.publish(which)),
-        (1, True, lambda: machine.lose_worker(draw.randrange(2), draw.random() < 0.5)),
-        (6, machine.events, lambda: machine.pass_event(which)),
-        (1, True, lambda: machine.wait(0.3)),
-        (3, True, machine.step),
-    ]
-    weights = [weight if applies else 0 for weight, applies, _ in moves]
-    draw.choices(moves, weights)[0][2]()
-    machine.the_books_are_in_order()
-
-
-def random_submission(machine: AnyHistory, draw: random.Random) -> None:
-    names = [draw.choice("abcd") for _ in range(draw.randrange(4))]
-    policy = FailurePolicy(
-        draw.choice(["fail", "text_only"]), draw.randrange(3), draw.choice([None, "half_resolution"])
-    )
-    salt, timeout_s = draw.choice(["", "tenant"]), draw.choice([None, 5.0])
-    machine.submit(
-        names,
-        policy,
-        draw.random() < 0.5,
-        salt,
-        timeout_s,
-        draw.random() < 0.1,
-        "submitted",
-        draw.choice("---c"),
-    )
-
-
 def test_equal_items_share_rows_also_where_their_key_has_rows_of_another_size() -> None:
     """Else a request could need more memory than was checked when it was submitted, and wait for good."""
     machine = AnyHistory()
@@ -535,26 +493,103 @@ def test_equal_items_share_rows_also_where_their_key_has_rows_of_another_size() 
     assert (stats.misses, stats.rejected_hits) == (3, 1)
 
 
-def test_long_histories() -> None:
-    """Longer than hypothesis makes them, and they reach what takes many steps."""
-    reached: Counter[str] = Counter()
-    for seed in range(3):
-        draw = random.Random(seed)
-        machine = AnyHistory()
-        machine.open(draw.choice([0, 2, 6]), draw.choice([4, 8, 12]))
-        for _ in range(MOVES):
-            random_move(machine, draw)
-            machine.forget_some()
-        machine.finish_everything()
-        reached.update({name: getattr(machine.books.holdings.stats, name) for name in REACHED})
-    assert all(reached.values()), reached
+def test_any_history() -> None:
+    """Histories that reach what takes many steps, and all together every kind of event."""
+    AnyHistory.reached.clear()
+    long = settings(
+        max_examples=250,
+        stateful_step_count=150,
+        deadline=None,
+        derandomize=True,
+        suppress_health_check=[HealthCheck.too_slow],
+    )
+    run_state_machine_as_test(AnyHistory, settings=long)
+    assert all(AnyHistory.reached[name] for name in REACHED), AnyHistory.reached
 
 
-AnyHistory.TestCase.settings = settings(
-    max_examples=80,
-    stateful_step_count=40,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=[HealthCheck.too_slow],
-)
-test_any_history = AnyHistory.TestCase
+# --- audits, memory in turn, and batches that end
+
+
+def test_books_that_were_tampered_with_do_not_add_up() -> None:
+    bench = Bench.make()
+    batch, storage = launched(bench, "a"), bench.books.holdings.storage
+    (entry,) = storage.entries
+    assert audit(bench.books) == []
+    assert entry.feature is not None
+    entry.inputs, inputs = entry.feature.memory, entry.inputs
+    assert "host: 4096 bytes are held 2 times" in audit(bench.books)
+    assert "inputs: 0 bytes are held, 100 reserved" in audit(bench.books)
+    entry.inputs, storage.host.peak = inputs, 9 * PAGE
+    assert audit(bench.books) == [f"host: {9 * PAGE} of {8 * PAGE} bytes were reserved"]
+    storage.host.peak = PAGE
+    del batch.worker.batches[batch]
+    assert "1 features are encoded, batches have 0" in audit(bench.books)
+
+
+def launched(bench: Bench, name: str) -> Batch:
+    """A batch of one image that is on the device."""
+    machine = AnyHistory.of(bench)
+    bench.submit(EncodeRequest("r", [MediaItem("image", name)]), [MEDIA[name]])
+    machine.work("prepared")
+    machine.take_batch(0)
+    (batch,) = machine.encoding
+    machine.encoded(0, [None], False)
+    return batch
+
+
+def test_what_is_held_again_waits_for_memory_unless_its_ticket_has_some() -> None:
+    bench = Bench.make(2, host_bytes=2 * PAGE)
+    books, machine = bench.books, AnyHistory.of(bench)
+    tickets = []
+    for names in ("a", "ab"):
+        tickets.append(bench.submit(request(*map(image, names)), [4] * len(names)))
+        machine.work("ready")
+        books.release(tickets[-1], 0)
+        books.settle()
+    whole, part = tickets
+    other = bench.submit(request(image("c")), [4])
+    machine.work("ready")
+    books.settle()
+    assert (whole.state, part.state, other.state) == (State.RELEASED, State.READY, State.READY)
+    assert (books.hold(whole), books.hold(part, 0)) == ("deferred", "unavailable")
+    machine.work("ready")
+    assert whole.state is State.NEW
+    books.release(other)
+    machine.work("ready")
+    books.settle()
+    assert (whole.state, audit(books)) == (State.READY, [])
+
+
+def test_a_request_that_needs_more_memory_than_is_free_is_passed_a_bounded_number_of_times() -> None:
+    bench = Bench.make(2, host_bytes=3 * PAGE, max_overtakes=1)
+    books, machine = bench.books, AnyHistory.of(bench)
+    tickets = []
+    for names in ("ab", "cd", "e", "f"):
+        tickets.append(bench.submit(request(*map(image, names)), [4] * len(names)))
+        machine.work("ready")
+        if names == "e":
+            books.release(tickets[-1])
+    assert [ticket.state for ticket in tickets] == [State.READY, State.NEW, State.RELEASED, State.NEW]
+    books.release(tickets[0])
+    machine.work("ready")
+    assert State.NEW not in [ticket.state for ticket in tickets]
+
+
+def ready(bench: Bench) -> list[str]:
+    """The media of tickets that a step reports as ready."""
+    step = bench.books.step()
+    assert audit(bench.books) == []
+    return [str(ticket.request.items[0].media) for ticket in step.ready]
+
+
+def test_a_step_sees_a_finished_batch_before_its_thread_does() -> None:
+    bench = Bench.make(host_bytes=1 << 20, device_bytes=1 << 20, staging_bytes=1 << 20)
+    for name in "ab":
+        batch = launched(bench, name)
+        bench.clock.now += 1.0
+        assert ready(bench) == []
+        for event in batch.events:
+            event.passed = True  # type: ignore[attr-defined]
+        assert ready(bench) == [name]
+        bench.books.encoding.publish(batch)  # as the thread does later
+        assert (ready(bench), bench.workers[0].batches) == ([], {})

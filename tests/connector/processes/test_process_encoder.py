@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import select
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,6 +24,7 @@ from fxsplit_encoder.connector.processes import (
     ProcessOptions,
     process_encoder,
 )
+from fxsplit_encoder.connector.processes.process_encoder import launch
 from fxsplit_encoder.connector.processes.wire import Channel
 from fxsplit_encoder.errors import EncoderLostError, InputError, MediaError
 from fxsplit_encoder.models.connectors import checkpoint_encoder, checkpoint_process, weightless_tower
@@ -235,24 +237,6 @@ def test_a_process_that_breaks_the_protocol_is_ended(
     assert not encoder.is_alive
 
 
-def test_a_socket_that_others_have_inherited_does_not_hide_the_end(
-    make_encoder: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    kept: list[int] = []
-
-    def launch(connection: int, memory: int, options: Any) -> Any:
-        kept.append(os.dup(connection))  # as a process that was forked meanwhile has it
-        return fork(connection, memory, options)
-
-    monkeypatch.setattr(process_encoder, "launch", launch)
-    encoder = make_encoder()
-    assert encoder.pid is not None
-    os.kill(encoder.pid, signal.SIGKILL)
-    wait_until(lambda: not encoder.is_alive)
-    encoder.close()
-    os.close(kept[0])
-
-
 def running(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What is launched from now on."""
     launched: list[Any] = []
@@ -364,3 +348,40 @@ def test_a_tower_in_a_process_of_its_own(checkpoint: Path, prepared: list[Prepar
             assert feature.shape[0] == item.num_tokens
             torch.testing.assert_close(feature, other)
         encoder.close()
+
+
+# --- programs and their processes
+
+
+@pytest.mark.parametrize("factory", ["", "os", "os:", ":join", "os:nothing", "no_such.module:x", "os:sep"])
+def test_a_name_that_leads_nowhere_is_an_error(factory: str) -> None:
+    with pytest.raises(InputError, match="factory"):
+        EncoderProgram(factory).resolve()
+
+
+def test_what_a_module_lacks_itself_is_its_own_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "needing.py").write_text("import something_absent", encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ModuleNotFoundError, match="something_absent"):
+        EncoderProgram("needing:make").resolve()
+
+
+def test_a_process_gets_our_path_its_variables_and_two_descriptors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = tmp_path / "seen"
+    python = tmp_path / "python"
+    python.write_text(
+        f'#!/bin/sh\necho "$@ $PYTHONPATH $EXTRA" > {seen}\nls /proc/self/fd >> {seen}\n', "utf-8"
+    )
+    python.chmod(0o755)
+    with open("/dev/null", "rb") as one, open("/dev/zero", "rb") as other:
+        monkeypatch.setattr(sys, "executable", str(python))
+        monkeypatch.setattr(sys, "path", ["", "/somewhere"])
+        given = one.fileno(), other.fileno()
+        launch(*given, ProcessOptions(max_bytes=5, environment={"EXTRA": "1"})).wait()
+        words, *descriptors = seen.read_text("utf-8").split("\n")
+        assert words.split()[:3] == ["-P", "-m", "fxsplit_encoder.connector.processes.child"]
+        assert words.split()[3:7] == [*map(str, given), str(os.getpid()), "5"]
+        assert words.endswith(f"{Path.cwd()}:/somewhere 1")
+        assert {*map(str, given)} <= {*descriptors}

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import enum
 import os
 import socket
 import struct
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
@@ -15,17 +17,23 @@ import numpy as np
 import pytest
 import torch
 
+import fxsplit_encoder.connector
+from fxsplit_encoder import errors
 from fxsplit_encoder.connector.interfaces import PreparedItem
 from fxsplit_encoder.connector.processes.wire import (
     DTYPES,
+    KNOWN,
     Channel,
     Encode,
     Encoded,
     EncoderProgram,
+    Failed,
     FromEncoder,
     SharedMemory,
     Started,
     ToEncoder,
+    from_wire,
+    to_wire,
 )
 from fxsplit_encoder.errors import InputError, TransportError
 from tests.connector.resources import mapped_bytes, nothing_left
@@ -170,14 +178,6 @@ def test_a_peak_gives_its_pages_back(ends: Ends, memory: SharedMemory) -> None:
     assert resident(memory) <= (64 << 20) + PAGE
 
 
-def test_an_answer_that_does_not_come_in_time_is_an_error_and_comes_later(ends: Ends) -> None:
-    reader, writer, *_ = ends
-    with pytest.raises(TimeoutError):
-        reader.receive(0.01)
-    writer.send(writer.encode(Encode([])))
-    assert reader.receive(60.0) == Encode([])
-
-
 DEEP: list[Any] = []
 for _ in range(100_000):
     DEEP = [DEEP]
@@ -196,19 +196,18 @@ def test_what_no_message_takes_is_an_error(ends: Ends, value: object) -> None:
         ends.writer.encode(EncoderProgram("a:b", {"x": value}))
 
 
+def program_with(code: int, *value: Any) -> bytes:
+    """A message with an extension of MessagePack's in it."""
+    extension = msgspec.msgpack.Ext(code, msgspec.msgpack.encode(value))
+    return msgspec.msgpack.encode(["EncoderProgram", "a", {"x": extension}])
+
+
 @pytest.mark.parametrize(
     "data",
     [
         b"garbage",
         msgspec.msgpack.encode(["Started", {"image": 1}]),
-        msgspec.msgpack.encode(["Release", "many"]),
-        msgspec.msgpack.encode(["EncoderProgram", "a", {"x": msgspec.msgpack.Ext(9, b"\x90")}]),
-        msgspec.msgpack.encode(
-            ["EncoderProgram", "a", {"x": msgspec.msgpack.Ext(1, msgspec.msgpack.encode(["int8", [9], 1]))}]
-        ),
-        msgspec.msgpack.encode(
-            ["EncoderProgram", "a", {"x": msgspec.msgpack.Ext(1, msgspec.msgpack.encode(["object", [9], 0]))}]
-        ),
+        *(program_with(9), program_with(1, "int8", [9], 1), program_with(1, "object", [9], 0)),
         msgspec.msgpack.encode(["Encode", [{"modality": "image", "digest": b"", "inputs": {"x": [1]}}]]),
     ],
 )
@@ -239,3 +238,92 @@ def test_the_end_of_the_other_is_seen_though_its_socket_is_open(memory: SharedMe
     assert channel.receive() == Started({"image": 1}), "its last words"
     assert channel.receive() is None
     channel.close(), writer.close(), os.close(process)
+
+
+# --- errors that cross between processes, and what must never cross
+
+
+def across(error: BaseException) -> Exception:
+    wire = msgspec.msgpack.decode(msgspec.msgpack.encode(to_wire(error)), type=Failed)
+    return from_wire(wire, pid=12)
+
+
+class OwnError(KeyError):
+    pass
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        errors.MediaError("not an image"),
+        errors.ConfigError("mode: bad", "debug: bad"),
+        errors.MissingExtraError("wrap", "hf"),
+        errors.ConnectorError("too slow", "timeout", True),
+        errors.EncoderLostError("gone"),
+        torch.OutOfMemoryError("CUDA out of memory"),
+        ValueError("x", 3, 2.5, True),
+        KeyError("name"),
+        FileNotFoundError(2, "No such file"),
+        RuntimeError(),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_an_error_comes_back_as_itself(error: Exception) -> None:
+    again = across(error)
+    assert type(again) is type(error)
+    assert (str(again), again.args) == (str(error), error.args)
+    assert getattr(again, "retryable", None) == getattr(error, "retryable", None)
+    assert "In the encoder process 12" in again.__notes__[0]
+
+
+def test_an_unknown_class_comes_back_as_its_nearest_known_base() -> None:
+    again = across(OwnError("name"))
+    assert type(again) is KeyError
+    assert "OwnError: 'name'" in str(again)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        UnicodeDecodeError("utf-8", b"x", 0, 1, "bad"),
+        ExceptionGroup("several", [ValueError("one")]),
+        ValueError(object()),
+        ValueError(2**200),
+        ValueError("x" * 10**6),
+    ],
+    ids=["decode", "group", "object", "large", "long"],
+)
+def test_what_is_made_from_more_than_words_keeps_them(error: Exception) -> None:
+    again = across(error)
+    assert str(error)[:20] in str(again)
+    assert len(str(again)) < 10**5
+
+
+def test_only_known_classes_are_made() -> None:
+    for kind in ("system", "SystemExit", "KeyboardInterrupt", "Process", "__import__", ""):
+        again = from_wire(Failed(kind, ["rm"], ""), pid=1)
+        assert type(again) is RuntimeError
+    assert all(issubclass(kind, Exception) for kind in KNOWN.values())
+
+
+ROOT = Path(fxsplit_encoder.connector.__file__).parent
+SOURCES = sorted((ROOT / "processes").glob("*.py"))
+assert len(SOURCES) == 4
+FORBIDDEN = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "multiprocessing", "copyreg", "joblib"}
+CALLS = {"send_pyobj", "recv_pyobj", "send_serialized", "eval", "exec", "save", "load", "reductions"}
+FAMILIES = {"AF_INET", "AF_INET6", "create_connection", "create_server", "bind_to_random_port"}
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=[f"{path.parent.name}.{path.stem}" for path in SOURCES])
+def test_no_wire_has_pickles_or_leads_to_a_network(source: Path) -> None:
+    tree = ast.parse(source.read_text(encoding="utf-8"))
+    names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    names |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {part for alias in node.names for part in alias.name.split(".")}
+        elif isinstance(node, ast.ImportFrom):
+            names |= {*(node.module or "").split("."), *(alias.name for alias in node.names)}
+    assert names & (FORBIDDEN | CALLS | FAMILIES) == set()
+    texts = [n.value for n in ast.walk(tree) if isinstance(n, ast.Constant) and isinstance(n.value, str)]
+    assert not any("tcp://" in text or "pgm://" in text for text in texts)

@@ -218,15 +218,6 @@ def test_variants_follow_from_the_attention_of_a_graph(begun: Begun) -> None:
     assert begun == [(PACKED, 72), ([*PACKED, *DENSE], 64), (PACKED, 80), ([], 4)]
 
 
-def test_heads_that_the_graph_stores_wider_run_eagerly_as_they_are(
-    begun: Begun,
-) -> None:
-    with choosing(chooser()):
-        own = ahead.heads_of([node(varlen_attention, 72), node(dense_attention, 64)])
-        ahead.compile_ahead([node(varlen_attention, 80), node(dense_attention, 64)], HOPPER, eager=own)
-    assert begun == [(PACKED, 80), ([*PACKED, *DENSE], 64), (["flash_attn_4"], 72)]
-
-
 def trace_attention(*widths: int, dtype: torch.dtype = torch.bfloat16) -> None:
     with FakeTensorMode():
         for width in widths:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
+import itertools
 from collections.abc import Callable
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,16 +12,27 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import fxsplit_encoder as fx
+from fxsplit_encoder.cli.inspection import class_rows, kernel_rows
 from fxsplit_encoder.errors import ConfigError
 from fxsplit_encoder.kernels import choice
-from fxsplit_encoder.kernels.attention import AttentionShape, KernelChooser
-from fxsplit_encoder.kernels.attention.chooser import Measurements, current_chooser
+from fxsplit_encoder.kernels import kernel as kernels_base
+from fxsplit_encoder.kernels.attention import KERNELS, AttentionShape, KernelChooser, KnownSegments
+from fxsplit_encoder.kernels.attention.chooser import (
+    Measurements,
+    invariant_kernel,
+    invariant_names,
+    parse_attention,
+)
 from fxsplit_encoder.kernels.attention.op import attend
 from fxsplit_encoder.kernels.choice import Pin, choosing, measuring
 from fxsplit_encoder.kernels.meter import Measured
 from fxsplit_encoder.kernels.store import KernelStore
+from fxsplit_encoder.planning.plan import InvariantPolicy
+from fxsplit_encoder.runtime.captured_program import Choosers
 
-from .fakes import CUDA, Everywhere, FakeKernel, FakeMeter, cumulative, fused_qkv, shape, shapes
+from ...manager.mock_towers import PathsOfTiles
+from .fakes import CUDA, FakeKernel, FakeMeter, cumulative, shape, shapes
 
 BASE = FakeKernel("base")
 FAST = FakeKernel("fast", lambda shape: shape.head_dim == 72 and shape.longest >= 512)
@@ -112,14 +123,6 @@ def test_nothing_is_measured_outside_of_a_warm_up() -> None:
     assert chosen(chooser, shape(100_000)) == "base"
     assert chosen(chooser, shape(2048, host_lengths=True)) == "base"
     assert len(meter.measured) == 1
-
-
-def test_a_class_is_measured_once_and_its_bounds_are_those_of_the_measured_call() -> None:
-    chooser, meter = make()
-    with measuring():
-        for tokens in (1025, 1200, 1536):
-            chooser.ranking(shape(tokens, segments=7))
-    assert [of for of, _ in meter.measured] == [shape(1536, segments=8)]
 
 
 def test_where_nothing_else_works_last_resorts_are_used_and_never_measured() -> None:
@@ -238,20 +241,6 @@ def test_a_pinned_kernel_that_is_not_there_is_an_error() -> None:
         KernelChooser("flash_attn_4").check(torch.device("cpu"))
 
 
-def test_the_current_chooser_decides_what_the_op_runs() -> None:
-    spy = FakeKernel("spy")
-    chooser = KernelChooser(measurements=Measurements([spy], FakeMeter({})))
-    values, cu = fused_qkv(7), cumulative([3, 4])
-    before = current_chooser()
-    with choosing(chooser):
-        assert current_chooser() is chooser
-        out = torch.ops.fxsplit.varlen_attention(*values, cu, 7, 0.5)
-    assert current_chooser() is before
-    assert spy.calls == [(2, 7)]
-    torch.testing.assert_close(out, attend(*values, cu, 7, 0.5))
-    assert spy.calls == [(2, 7)]
-
-
 def test_a_call_is_looked_up_once_until_something_new_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     chooser, _ = make()
     query, cu = torch.empty(2048, 16, 72, device=CUDA, dtype=torch.bfloat16), cumulative([2048])
@@ -303,48 +292,202 @@ def test_a_kernel_that_was_missing_is_compared_once_it_is_there(tmp_path: Any) -
     assert measured(None) == []
 
 
-def test_a_kernel_that_failed_is_measured_by_the_next_process(tmp_path: Path, monkeypatch: Any) -> None:
-    """As one does whose module is missing: what it raised is no measurement, and is not kept."""
-
-    def measured() -> Measured:
-        def call_module(out: torch.Tensor) -> torch.Tensor:
-            importlib.import_module("module_of_late_kernel")
-            return out
-
-        store = KernelStore("measured", {"gpu": "H"}, tmp_path)
-        kernels = (FakeKernel("base"), FakeKernel("late", change=call_module))
-        timer = Everywhere(lambda call, shape: (call(), 5.0)[1])
-        measurements = Measurements(kernels, timer, lambda device: store)
-        with measuring():
-            found = measurements.find(small)
-        assert found is not None
-        return found[1]
-
-    small = AttentionShape(torch.device("cpu"), torch.bfloat16, 2, 8, 48, 24, 4)
-    first = measured()
-    assert first.failed == ["late"] and first.rejected["late"].startswith("ModuleNotFoundError")
-    (path,) = tmp_path.rglob("attention.json")
-    assert "ModuleNotFoundError" not in path.read_text()
-    (tmp_path / "module_of_late_kernel.py").write_text("")
-    monkeypatch.syspath_prepend(tmp_path)
-    assert measured() == Measured({"base": 5.0, "late": 5.0})
+# --- pins
 
 
-def test_what_was_measured_elsewhere_is_not_measured_again() -> None:
-    chooser, meter = make()
+WINDOWS, FRAMES, FRAME = shape(6272, 64, 98), shape(6272, segments=8), shape(6272, host_lengths=True)
+
+
+@pytest.mark.parametrize(
+    ("key", "holds"),
+    [
+        ("windowed", [WINDOWS]),
+        ("full", [FRAMES, FRAME]),
+        ("captured", [WINDOWS, FRAMES]),
+        ("known", [FRAME]),
+        ("tokens<=6272", [WINDOWS, FRAMES, FRAME]),
+        ("tokens<6272", []),
+        ("tokens > 6271, segments=1", [FRAME]),
+        ("longest>=6272,captured", [FRAMES]),
+        ("head_dim=72", [WINDOWS, FRAMES, FRAME]),
+        ("head_dim=64", []),
+    ],
+)
+def test_a_key_is_a_list_of_conditions(key: str, holds: list[AttentionShape]) -> None:
+    (pin,) = parse_attention({key: "masked"})
+    assert [each for each in (WINDOWS, FRAMES, FRAME) if pin.holds(each)] == holds
+
+
+def test_a_name_alone_is_for_every_shape() -> None:
+    for name in ("auto", *(kernel.name for kernel in KERNELS)):
+        (pin,) = parse_attention(name)
+        assert pin.kernel == name
+        assert pin.holds(WINDOWS)
+
+
+def test_keys_keep_their_order() -> None:
+    pins = parse_attention({"windowed": "torch_flash", "tokens<=9999": "auto", "full": "masked"})
+    assert [next(pin.kernel for pin in pins if pin.holds(each)) for each in (WINDOWS, FRAME)] == [
+        "torch_flash",
+        "auto",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("attention", "parts"),
+    [
+        ("fa4", ["attention: unknown", "allowed: auto, torch_flash", "got 'fa4'"]),
+        ("flash_attn_3", ["attention: unknown; did you mean flash_attn_4", "allowed: auto, torch_flash"]),
+        ("flash_attn4", ["did you mean flash_attn_4"]),
+        ({"small": "masked"}, ["attention.small: unknown", "windowed, full", "tokens<=N", "got 'small'"]),
+        ({"tokens<=many": "masked"}, ["attention.tokens<=many: unknown", "did you mean tokens<=N"]),
+        ({"full, ful": "maskd"}, ["got 'maskd'", "did you mean masked", "did you mean full", "got 'ful'"]),
+    ],
+)
+def test_what_is_unknown_is_named(attention: Any, parts: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_attention(attention)
+    assert all(part in str(caught.value) for part in parts), str(caught.value)
+    expected = 2 if isinstance(attention, dict) and "full, ful" in attention else 1
+    assert len(caught.value.problems) == expected
+
+
+# --- reports
+
+
+def test_a_report_says_what_was_measured_and_what_is_chosen_and_why_not() -> None:
+    kernels = [
+        FakeKernel("base"),
+        FakeKernel("fast"),
+        FakeKernel("wrong"),
+        FakeKernel("gone", unavailable="no"),
+    ]
+    chooser = KernelChooser(measurements=Measurements(kernels, FakeMeter({"base": 9.0, "fast": 4.0})))
     with measuring():
-        chooser.ranking(shape(2048))
-    measured = chooser.measurements.table(CUDA)
-    other, other_meter = make()
-    assert chosen(other, shape(2048)) == "base"
-    other.measurements.add(CUDA, measured)
-    with measuring():
-        assert chosen(other, shape(2048)) == chosen(chooser, shape(2048)) == "fast"
-        assert meter.measured and not other_meter.measured
-        chosen(other, shape(256))
-    assert len(other_meter.measured) == 1
-    with measuring():
-        chosen(chooser, shape(256))
-    before = chooser.measurements.table(CUDA)
-    chooser.measurements.add(CUDA, {each: Measured({"base": 9.0}) for each in before})
-    assert chooser.measurements.table(CUDA) == before  # what was measured here stays
+        for tokens in (4096, 1024):
+            chooser.ranking(shape(tokens))
+    (condition,) = parse_attention({"tokens>=4096": "auto"})[0].conditions
+    chooser.pins = (Pin((condition,), "base"),)
+    small, large = (str(shape(tokens)) for tokens in (1024, 4096))
+    assert small == "bfloat16 16x72, tokens 1024, longest 1024, segments 1, captured"
+    assert [tuple(row.values()) for row in kernel_rows(CUDA, chooser)] == [
+        ("base", "works", 1),
+        ("fast", "works", 1),
+        ("wrong", "works", 0),
+        ("gone", "no", 0),
+    ]
+    first, second = class_rows(CUDA, chooser)
+    assert (first["shape"], first["chosen"], first["how"]) == (small, "fast", "measured")
+    assert (second["shape"], second["chosen"], second["how"]) == (large, "base", "pinned")
+    assert first["microseconds"] == {"base": 9.0, "fast": 4.0}
+    assert chooser.measurements.table(CUDA)[shape(1024)].rejected == {"wrong": "error 1; allowed: 0.1"}
+
+
+def test_what_raises_for_all_calls_of_a_kind_is_said_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what raises for one of several, or does not compute them, is not."""
+    reasons = {
+        "one": "TypeError: epilogue fn\ndepends on " + "x" * 500,
+        "other": "TypeError: epilogue fn\ndepends on " + "x" * 500,
+        "some": "RuntimeError: no tile",
+        "wrong": "error 1; allowed: 0.1",
+    }
+    table = {
+        shape(1024): Measured({"base": 9.0}, reasons, ["one", "other", "some"]),
+        shape(2048): Measured({"base": 9.0, "some": 5.0}),
+        shape(2048, host_lengths=True): Measured({"base": 9.0, "one": 5.0}),
+    }
+    kernels = [FakeKernel(name) for name in ("base", *reasons)]
+    measurements = Measurements(kernels, FakeMeter({}))
+    measurements.add(CUDA, table)
+    choosers = Choosers(KernelChooser(measurements=measurements))
+    (line,) = choosers.failures(CUDA)
+    assert line.startswith("attention: one, other: TypeError: epilogue fn depends on") and len(line) < 200
+    states = {row["kernel"]: row["state"] for row in kernel_rows(CUDA, choosers.attention)}
+    assert [name for name, state in states.items() if state != "works"] == ["one", "other"]
+    monkeypatch.setattr(Choosers, "of", classmethod(lambda cls, config: choosers))
+    monkeypatch.setattr(choosers, "check", lambda device: None)
+    monkeypatch.setattr(measurements, "table", lambda device: table)
+    manager = fx.EncoderCudaGraphManager(PathsOfTiles(), log_interval=0)
+    assert line in manager.reports
+
+
+# --- promised bits: one kernel attends everywhere, chosen by what it is
+
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+SHAPE = AttentionShape(GPU, torch.bfloat16, 16, 72, 3136, 3136, 1)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Devices of a compute capability on which some packages are installed."""
+
+    def install(major: int, *packages: str) -> None:
+        def find(module: str, attribute: str) -> tuple[Any, str | None]:
+            return None, None if module.startswith(packages) else f"cannot import {module}"
+
+        monkeypatch.setattr(kernels_base, "find", find)
+        for name in ("kernel", "attention.flash_attn"):
+            monkeypatch.setattr(f"fxsplit_encoder.kernels.{name}.capability", lambda _: (major, 0))
+
+    return install
+
+
+def test_the_order_of_kernels_and_the_device_decide(gpu: Any) -> None:
+    gpu(9, "flash_attn.cute", "fxsplit_encoder")
+    assert invariant_kernel(KERNELS, SHAPE).name == "flash_attn_4"
+    assert invariant_names(KERNELS, GPU) == ["flash_attn_4", "torch_flash", "triton_64x64"]
+    assert invariant_kernel(KERNELS, SHAPE, "triton_64x64").name == "triton_64x64"
+    gpu(9)
+    assert invariant_kernel(KERNELS, SHAPE).name == "torch_flash"
+    gpu(10, "flash_attn.cute")
+    assert invariant_kernel(KERNELS, SHAPE).name == "torch_flash"
+    with pytest.raises(
+        ConfigError, match="flash_attn_4: on this device its algorithm depends on the longest"
+    ):
+        invariant_kernel(KERNELS, SHAPE, "flash_attn_4")
+
+
+def test_all_calls_with_the_same_heads_get_the_same_kernel(gpu: Any) -> None:
+    gpu(9)
+    chooser = KernelChooser(measurements=Measurements(), policy=InvariantPolicy(True))
+    for tokens, segments, known, equal in itertools.product(
+        (1, 700, 9999), (1, 40), (False, True), (False, True)
+    ):
+        shape = replace(SHAPE, tokens=tokens, segments=segments, host_lengths=known, equal=equal)
+        assert [kernel.name for kernel in chooser.ranking(shape)] == ["torch_flash"]
+    assert chooser.chosen == ["16x72 bfloat16: torch_flash"]
+
+
+def test_heads_that_no_such_kernel_computes_are_refused(gpu: Any) -> None:
+    gpu(9)
+    with pytest.raises(
+        ConfigError, match=r"no kernel attends to 16 heads of 72 in float32 on cuda:0 .*allowed: "
+    ):
+        invariant_kernel(KERNELS, replace(SHAPE, dtype=torch.float32))
+
+
+@settings(max_examples=25)
+@given(
+    st.lists(st.integers(0, 40), min_size=1, max_size=6),
+    st.sampled_from([torch.float32, torch.bfloat16]),
+    st.booleans(),
+)
+def test_a_segment_has_the_bits_that_it_gets_alone(
+    lengths: list[int], dtype: torch.dtype, known: bool
+) -> None:
+    generator = torch.Generator().manual_seed(sum(lengths))
+    tokens = sum(lengths)
+    q, k, v = torch.randn(tokens, 3, 2, 20, generator=generator).to(dtype).unbind(1)
+    boundaries = [0, *itertools.accumulate(lengths)]
+    cu_seqlens = torch.tensor(boundaries, dtype=torch.int32)
+    with choosing(KernelChooser(policy=InvariantPolicy(True))), measuring():
+        if known:
+            together = KnownSegments(cu_seqlens, boundaries).attend(q, k, v, 0.3)
+        else:
+            together = attend(q, k, v, cu_seqlens, tokens, 0.3)
+        for start, end in itertools.pairwise(boundaries):
+            alone = torch.tensor([0, end - start], dtype=torch.int32)
+            own = (each[start:end].clone() for each in (q, k, v))
+            if end > start:
+                assert torch.equal(attend(*own, alone, end - start, 0.3), together[start:end])

@@ -6,18 +6,37 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+import numpy
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from packaging.version import Version
+from torch import Tensor, nn
 
+from fxsplit_encoder.errors import UnsupportedTowerError
 from fxsplit_encoder.kernels import kernel as kernel_module
-from fxsplit_encoder.kernels.attention import KERNELS, AttentionKernel, AttentionShape, attend_out, flash_attn
+from fxsplit_encoder.kernels.attention import (
+    KERNELS,
+    AttentionKernel,
+    AttentionShape,
+    attend_out,
+    dense_attention,
+    flash_attn,
+    op,
+    varlen_attention,
+)
 from fxsplit_encoder.kernels.attention.builtin import BatchedDense, Masked, PerSegment
+from fxsplit_encoder.kernels.attention.flash_attn import WholeWaves, rows_of_whole_waves
+from fxsplit_encoder.kernels.attention.hugging_face import (
+    IMPLEMENTATION,
+    hugging_face_attention,
+    use_varlen_attention,
+)
 from fxsplit_encoder.kernels.attention.op import attend
 
-from .fakes import FakeFlashAttention, assert_attends, cumulative, fused_qkv, reference
+from .fakes import FakeFlashAttention, assert_attends, cumulative, fused_qkv, reference, run_with_triton
 
 HEADS, HEAD_DIM = 3, 8
 CPU = torch.device("cpu")
@@ -195,3 +214,292 @@ def test_vllms_extension_is_found_without_importing_vllm(
         kernel_module.find.cache_clear()
         for name in [name for name in sys.modules if name.startswith(flash_attn.VLLM_ALIAS)]:
             monkeypatch.delitem(sys.modules, name)
+
+
+# --- Triton's, in its interpreter, where it is installed; GPU tests take it as every kernel
+
+
+CHECK = """
+import itertools, torch
+from fxsplit_encoder.kernels.attention.triton_code import attend
+from fxsplit_encoder.kernels.attention.builtin import Tile
+
+torch.manual_seed(0)
+for head_dim in (8, 64, 72, 88, 128):
+    for lengths in ([40], [5, 0, 70, 1, 0, 33], [64, 64, 64, 0, 0]):
+        tokens, heads = sum(lengths), 2
+        q, k, v = torch.randn(tokens + 9, 3, heads, head_dim, dtype=torch.float16).unbind(1)
+        boundaries = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+        out = torch.full((tokens + 9, heads, head_dim), 7.0, dtype=torch.float16)
+        attend(q, k, v, boundaries, 0.3, out, Tile(32, 16, num_warps=4, num_stages=2))
+        expected = torch.full(out.shape, 7.0)
+        for start, end in itertools.pairwise(boundaries.tolist()):
+            a, b, c = (x[start:end].float().transpose(0, 1) for x in (q, k, v))
+            expected[start:end] = (torch.softmax(a @ b.transpose(1, 2) * 0.3, -1) @ c).transpose(0, 1)
+        torch.testing.assert_close(out.float(), expected, rtol=0, atol=3e-3)
+"""
+
+
+def test_it_attends_within_segments_and_writes_nothing_else() -> None:
+    triton = pytest.importorskip("triton")
+    if Version(triton.__version__) < Version("3.7") and Version(numpy.__version__) >= Version("2.4"):
+        pytest.skip("the interpreter of Triton before 3.7 takes an array of one entry for a number")
+    run_with_triton(CHECK, TRITON_INTERPRET="1")
+
+
+def test_heads_are_split_in_two_powers_of_two() -> None:
+    pytest.importorskip("triton")
+    from fxsplit_encoder.kernels.attention.triton_code import split_head
+
+    for head_dim in range(8, 129, 8):
+        low, high = split_head(head_dim)
+        assert low + high >= head_dim
+        assert all(part == 0 or (part >= 16 and part & (part - 1) == 0) for part in (low, high))
+        assert low > 0
+    assert [split_head(n) for n in (64, 72, 80, 88, 128)] == [(64, 0), (64, 16), (64, 16), (64, 32), (128, 0)]
+
+
+# --- the operators
+
+
+CU = torch.tensor([0, 3, 4, 4, 9], dtype=torch.int32)
+ROWS = 9
+
+
+def qkv(requires_grad: bool = False) -> list[Tensor]:
+    torch.manual_seed(0)
+    return [torch.randn(ROWS, 2, 8, requires_grad=requires_grad) for _ in range(3)]
+
+
+def by_segment(q: Tensor, k: Tensor, v: Tensor, cu: Tensor, scale: float) -> Tensor:
+    return reference(q, k, v, cu.diff().tolist(), scale).to(q.dtype)
+
+
+def test_the_op_is_registered_under_its_name() -> None:
+    assert torch.ops.fxsplit.varlen_attention.default is varlen_attention
+    assert str(varlen_attention._schema) == (
+        "fxsplit::varlen_attention(Tensor query, Tensor key, Tensor value, Tensor cu_seqlens, "
+        "SymInt max_seqlen, float scale) -> Tensor"
+    )
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+@pytest.mark.parametrize("strided", [False, True])
+def test_torch_finds_the_registration_sound(requires_grad: bool, strided: bool) -> None:
+    q, k, v = qkv(requires_grad)
+    if strided:
+        q, k, v = torch.randn(ROWS, 3, 2, 8, requires_grad=requires_grad).unbind(1)
+    torch.library.opcheck(varlen_attention, (q, k, v, CU, ROWS, 0.3))
+    if not requires_grad and not strided:
+        torch.library.opcheck(dense_attention, (*batch(3, 4), 0.5))
+
+
+def test_gradients_are_those_of_attention_a_segment_at_a_time() -> None:
+    ours, theirs = qkv(requires_grad=True), qkv(requires_grad=True)
+    weights = torch.randn(ROWS, 2, 8)
+    (varlen_attention(*ours, CU, ROWS, 0.3) * weights).sum().backward()
+    (by_segment(*theirs, CU, 0.3) * weights).sum().backward()
+    for mine, expected in zip(ours, theirs, strict=True):
+        assert mine.grad is not None and expected.grad is not None
+        torch.testing.assert_close(mine.grad, expected.grad)
+
+
+# --- a batch through the kernels of packed attention
+
+
+def batch(size: int, tokens: int, *, fused: bool = True) -> tuple[torch.Tensor, ...]:
+    qkv = torch.randn(size, tokens, 3, 2, 8)
+    parts = [part.transpose(1, 2) for part in qkv.unbind(2)]
+    return tuple(parts if fused else [part.contiguous() for part in parts])
+
+
+@settings(max_examples=40)
+@given(st.integers(1, 5), st.integers(1, 9), st.booleans())
+def test_every_entry_attends_alone(size: int, tokens: int, fused: bool) -> None:
+    values = batch(size, tokens, fused=fused)
+    result = dense_attention(*values, 0.4)
+    torch.testing.assert_close(result, F.scaled_dot_product_attention(*values, scale=0.4))
+    assert result.transpose(1, 2).is_contiguous()
+
+
+def test_lengths_that_a_graph_may_hold_stay_where_they_are() -> None:
+    lengths, device = op.EqualLengths(), torch.device("cpu")
+    first = lengths.of(3, 4, device)
+    assert first.tolist() == [0, 4, 8, 12]
+    assert lengths.of(2, 4, device).data_ptr() == first.data_ptr()
+    larger = lengths.of(9, 4, device)
+    assert larger.tolist() == list(range(0, 40, 4))
+    assert lengths.of(3, 4, device).data_ptr() == larger.data_ptr() != first.data_ptr()
+    assert first.tolist() == [0, 4, 8, 12]
+    assert lengths.of(3, 5, device).tolist() == [0, 5, 10, 15]
+    made = lengths.made[4, device]
+    assert sum(each.shape[0] for each in made) <= 2 * made[-1].shape[0]
+
+
+# --- the kernel that cuts a segment's queries
+
+
+TILE = 4
+"""Queries of the large tiles here."""
+PROCESSORS = 6
+
+
+@pytest.fixture
+def package(monkeypatch: pytest.MonkeyPatch) -> FakeFlashAttention:
+    """Small tiles and a small GPU: 2 tiles a wave, of 4 queries each."""
+    fake = FakeFlashAttention()
+    monkeypatch.setattr(kernel_module, "find", lambda module, attribute: (fake, None))
+    monkeypatch.setattr(flash_attn, "processors", lambda device: PROCESSORS)
+    monkeypatch.setattr(flash_attn, "_OWN_ROWS", ((HEAD_DIM, TILE),))
+    return fake
+
+
+def test_every_row_is_right_whatever_part_of_the_capacity_is_used(package: FakeFlashAttention) -> None:
+    @settings(max_examples=60)
+    @given(st.integers(1, 45), st.data())
+    def check(capacity: int, data: Any) -> None:
+        length = data.draw(st.integers(1, capacity))
+        values = fused_qkv(capacity, HEADS, HEAD_DIM, seed=length)
+        assert_attends(WholeWaves((2, 4)), values, [length], capacity, 0.3)
+
+    check()
+    assert {call["tile"] for call in package.calls} == {None, (2, 4)}
+
+
+@pytest.mark.parametrize("lengths", [[3, 9, 4], [1, 0, 17, 0], [0, 8, 8], [2, 2, 2]])
+def test_several_segments_are_right_too(package: FakeFlashAttention, lengths: Sequence[int]) -> None:
+    assert_attends(WholeWaves((2, 4)), fused_qkv(18, HEADS, HEAD_DIM), lengths, 18, 0.3)
+    assert [call["rows"] for call in package.calls] == [16, 2] * 2
+
+
+def test_the_rest_gets_the_small_tiles(package: FakeFlashAttention) -> None:
+    kernel = WholeWaves((2, 4), probabilities_in_registers=True)
+    q, k, v = fused_qkv(19, HEADS, HEAD_DIM)
+    kernel(q, k, v, cumulative([19]), 19, 0.3)
+    assert package.calls == [
+        {"rows": 16, "tile": None, "registers": None},
+        {"rows": 3, "tile": (2, 4), "registers": True},
+    ]
+    package.calls.clear()
+    kernel(q[:16], k[:16], v[:16], cumulative([16]), 16, 0.3)  # whole waves as it is
+    assert package.calls == [{"rows": 16, "tile": None, "registers": None}]
+
+
+@pytest.mark.parametrize(
+    ("rows", "cut"),
+    [
+        (1536, 0),  # 128 blocks of 132: less than a wave
+        (1764, 1536),
+        (3136, 3072),
+        (4096, 0),  # the last wave is two thirds full
+        (5184, 4608),
+        (7056, 6336),
+        (6336, 0),  # four waves
+        (9216, 0),  # more waves than are worth a cut
+    ],
+)
+def test_cuts_on_hopper(rows: int, cut: int) -> None:
+    assert rows_of_whole_waves(rows, heads=16, tile_rows=192, processors=132) == cut
+    without_gpu = kernel_module.processors(torch.device("cpu"))
+    assert without_gpu == rows_of_whole_waves(rows, 16, 192, without_gpu) == 0
+
+
+@settings(max_examples=200)
+@given(st.integers(1, 20_000), st.integers(1, 200), st.sampled_from([64, 128, 192]), st.integers(0, 200))
+def test_what_is_cut_off_are_whole_waves(rows: int, heads: int, tile_rows: int, processors: int) -> None:
+    cut = rows_of_whole_waves(rows, heads, tile_rows, processors)
+    assert 0 <= cut < rows
+    assert cut % tile_rows == 0
+    if cut:
+        blocks = cut // tile_rows * heads
+        # Nothing of a whole wave is left but what tiles of all heads do not divide.
+        assert blocks % processors == 0 or processors - blocks % processors < heads
+        assert -(-blocks // processors) < -(-(-(-rows // tile_rows) * heads) // processors)
+
+
+def test_it_is_offered_for_one_long_captured_segment_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flash_attn, "processors", lambda device: 132)
+    kernels = [kernel for kernel in KERNELS if isinstance(kernel, WholeWaves)]
+    assert [kernel.name for kernel in kernels] == ["flash_attn_4_waves_64x128", "flash_attn_4_waves_128x128"]
+
+    def offered(head_dim: int = 72, **fields: Any) -> set[bool]:
+        values = {"tokens": 3136, "longest": 3136, "segments": 1, **fields}
+        shape = AttentionShape(torch.device("cuda"), torch.bfloat16, 16, head_dim, **values)
+        return {kernel.supports(shape) for kernel in kernels}
+
+    assert offered() == offered(head_dim=80) == offered(equal=True) == {True}
+    assert offered(head_dim=128) == {True}  # 128 queries a tile: 3136 are three waves and a part
+    assert offered(segments=2) == offered(host_lengths=True) == {False}
+    assert offered(tokens=1024, longest=1024) == offered(tokens=16384, longest=16384) == {False}
+    assert offered(head_dim=192) == {False}
+
+
+# --- attention of the model library
+
+
+def test_the_rest_of_a_model_keeps_its_own_attention(make_tower: Any) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.visual = make_tower()
+            self.other = nn.Module()
+            self.other.config = self.visual.config  # type: ignore[assignment]
+
+    model = Model()
+    before = model.visual.config._attn_implementation
+    shared = model.visual.config
+    use_varlen_attention(model.visual)
+    assert before != IMPLEMENTATION
+    assert model.visual.config._attn_implementation == IMPLEMENTATION
+    assert model.visual.blocks[0].attn.config is model.visual.config
+    assert model.other.config is shared
+    assert shared._attn_implementation == before
+
+
+def attention_module(**attributes: Any) -> nn.Module:
+    module = nn.Module()
+    for name, value in attributes.items():
+        setattr(module, name, value)
+    return module
+
+
+def bhsd(batch: int = 2, heads: int = 3, tokens: int = 5) -> tuple[Tensor, Tensor, Tensor]:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(batch, heads, tokens, 8) for _ in range(3))
+    return q, k, v
+
+
+MASK = torch.tensor([[True, False, True, True, False]] * 5).view(1, 1, 5, 5).expand(2, 1, 5, 5)
+
+
+@pytest.mark.parametrize(
+    ("attributes", "given", "expected"),
+    [
+        ({}, {"scaling": 0.2}, {"scale": 0.2}),
+        ({}, {}, {"scale": 8**-0.5}),
+        ({}, {"attention_mask": MASK}, {"attn_mask": MASK}),
+        ({"is_causal": True}, {}, {"is_causal": True}),
+        ({}, {"is_causal": True}, {"is_causal": True}),
+        ({"num_key_value_groups": 2}, {}, {"enable_gqa": True}),
+    ],
+    ids=["scale", "default scale", "mask", "causal module", "causal call", "grouped heads"],
+)
+def test_without_lengths_every_row_of_the_batch_is_a_sequence(
+    attributes: dict[str, Any], given: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    q, k, v = bhsd(heads=4)
+    if "num_key_value_groups" in attributes:
+        k, v = k[:, :2], v[:, :2]
+    module = attention_module(**{"is_causal": False, **attributes})
+    out, weights = hugging_face_attention(module, q, k, v, **given)
+    assert weights is None
+    torch.testing.assert_close(out, F.scaled_dot_product_attention(q, k, v, **expected).transpose(1, 2))
+
+
+@pytest.mark.parametrize(("module_says", "argument"), [(True, None), (False, True)])
+def test_packed_attention_refuses_to_be_causal(module_says: bool, argument: bool | None) -> None:
+    q, k, v = bhsd(batch=1, tokens=7)
+    cu = torch.tensor([0, 7], dtype=torch.int32)
+    module = attention_module(is_causal=module_says)
+    with pytest.raises(UnsupportedTowerError, match="causal"):
+        hugging_face_attention(module, q, k, v, cu_seq_lens_q=cu, is_causal=argument)

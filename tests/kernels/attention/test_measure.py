@@ -107,24 +107,6 @@ def test_what_a_kernel_raises_or_its_clock_is_why_it_is_rejected() -> None:
     }
 
 
-@pytest.mark.parametrize(("host_lengths", "writes"), [(True, True), (False, False)])
-def test_eager_calls_are_timed_into_a_buffer(host_lengths: bool, writes: bool) -> None:
-    class Watching(FakeKernel):
-        def __call__(self, *args: Any) -> Tensor:
-            targets.append(len(args) > 6 and args[6] is not None)
-            return super().__call__(*args)
-
-    def clock(call: Callable[[], object], shape: AttentionShape) -> float:
-        targets.clear()
-        call()
-        assert targets == [writes]
-        return 7.0
-
-    targets: list[bool] = []
-    found = AttentionMeter(clock).measure([Watching("any")], replace(SMALL, host_lengths=host_lengths))
-    assert found.microseconds == {"any": 7.0}
-
-
 @pytest.mark.parametrize(("slow_us", "timed"), [(14.0, 2), (16.0, 1)])
 def test_a_kernel_far_behind_is_timed_on_one_batch_alone(slow_us: float, timed: int) -> None:
     kernels = [FakeKernel("fast"), FakeKernel("slow")]
@@ -140,25 +122,6 @@ def test_a_kernel_far_behind_is_timed_on_one_batch_alone(slow_us: float, timed: 
     found = AttentionMeter(clock).measure(kernels, SMALL)
     assert timings == {"fast": 2, "slow": timed}
     assert found.microseconds == {"fast": 10.0, "slow": slow_us}
-
-
-def test_a_call_that_two_classes_share_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    timed: list[AttentionShape] = []
-
-    def clock(call: Callable[[], object], shape: AttentionShape) -> float:
-        call()
-        timed.append(shape)
-        return 5.0 + len(timed)
-
-    meter, packed, dense = AttentionMeter(clock), FakeKernel("packed"), FakeKernel("dense", dense=True)
-    equal = replace(SMALL, longest=12, host_lengths=True, equal=True)
-    first = meter.measure([packed, dense], equal)
-    assert first.microseconds == {"packed": 6.0, "dense": 7.0}
-    calls = len(packed.calls)
-    monkeypatch.setattr(meter, "examples", None)  # nothing is left to measure
-    assert meter.measure([packed], replace(equal, equal=False)).microseconds == {"packed": 6.0}
-    assert len(packed.calls) == calls
-    assert len(timed) == 2
 
 
 @pytest.mark.parametrize("other", [{"tokens": 47}, {"longest": 20}, {"heads": 1}, {"host_lengths": True}])

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -103,14 +104,6 @@ def test_accuracy_comes_before_time_and_the_fastest_is_chosen() -> None:
     assert rejected["fails"] == "RuntimeError: no tile for it"
 
 
-def test_an_activation_or_a_row_more_makes_another_class() -> None:
-    chooser, clock = make()
-    with measuring():
-        for each in (shape(), shape(activation="gelu_tanh"), shape(49), shape()):
-            chooser.ranking(each)
-    assert clock.measured == [shape(), shape(activation="gelu_tanh"), shape(49)]
-
-
 def test_the_current_chooser_decides_what_the_op_runs() -> None:
     chooser, _ = make()
     rows, weight = torch.randn(5, 16), torch.randn(8, 16)
@@ -199,24 +192,11 @@ def test_weights_come_from_memory_as_in_a_tower() -> None:
 
 
 def test_the_copies_are_more_than_the_cache_holds(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Weight:
-        is_cuda, device = True, torch.device("cuda", 0)
-
-        def __init__(self, size: int) -> None:
-            self._size = size
-
-        def numel(self) -> int:
-            return self._size
-
-        def element_size(self) -> int:
-            return 2
-
     properties = SimpleNamespace(L2_cache_size=50 << 20)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    copies = [
-        measured.num_copies(cast(Tensor, Weight(size))) for size in (1 << 26, 4352 * 1152, 1152 * 1152, 16)
-    ]
-    assert copies == [2, 8, 30, 32]
+    sizes = 1 << 26, 4352 * 1152, 1152 * 1152, 16
+    weights = [mock.Mock(is_cuda=True, numel=lambda n=n: n, element_size=lambda: 2) for n in sizes]
+    assert [*map(measured.num_copies, weights)] == [2, 8, 30, 32]
 
 
 @pytest.mark.parametrize("rows", [0, 8])

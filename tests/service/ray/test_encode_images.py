@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +10,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-import fxsplit_encoder as fx
 from fxsplit_encoder.errors import ConfigError, InputError
 from fxsplit_encoder.service.encoder import PreparedImage, Preparer, QueuedEncoder
-from fxsplit_encoder.service.ray import EncodeImages, encode_images
+from fxsplit_encoder.service.ray import encode_images
 from fxsplit_encoder.service.ray.encode_images import (
     errors_of,
     inputs_of,
@@ -157,33 +155,3 @@ def test_rows_keep_their_order_and_gpus_that_are_not_there_are_not_waited_for(
 def test_a_wrong_setting_is_said_before_actors_are_started() -> None:
     with pytest.raises(ConfigError, match="pooling"):
         encode_images(None, model="m", pooling="max")
-
-
-def test_everything_happens_on_one_thread_whoever_calls(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ray makes actors on one thread and calls them on others, several at a time."""
-    threads: set[int] = set()
-    for name in ("capture", "execute"):
-        original = getattr(fx.EncoderCudaGraphManager, name)
-
-        def noting(self: Any, *args: Any, original: Any = original, **kwargs: Any) -> Any:
-            threads.add(threading.get_ident())
-            return original(self, *args, **kwargs)
-
-        monkeypatch.setattr(fx.EncoderCudaGraphManager, name, noting)
-    actor = EncodeImages(model=str(model), config={"enabled": False})
-    raw = [pa.table({"bytes": [encoded(photograph(size=(50 + n, 60)))] * 3}) for n in range(4)]
-    tables = [prepare_images(table, model=str(model)) for table in raw]
-    results: dict[int, pa.Table] = {}
-
-    def call(number: int) -> None:
-        results[number] = actor(tables[number])
-
-    callers = [threading.Thread(target=call, args=(number,)) for number in range(4)]
-    for caller in callers:
-        caller.start()
-    for caller in callers:
-        caller.join()
-    assert len(threads) == 1
-    assert not threads & {threading.get_ident(), *(caller.ident for caller in callers)}
-    for number, table in enumerate(tables):
-        assert results[number]["embedding"] == actor(table)["embedding"]

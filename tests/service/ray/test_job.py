@@ -173,29 +173,6 @@ def test_a_run_is_cut_off_and_resumed(whole: Path, photographs: Path, model: Pat
     assert not parts.exists()
 
 
-def test_a_directory_keeps_a_file_a_shard_and_a_finished_run_is_not_made_again(
-    cluster: Any, photographs: Path, model: Path, tmp_path: Path
-) -> None:
-    files = [str(path) for path in sorted((photographs / "0").iterdir())[:20]]
-
-    def job(**settings: Any) -> EncodeJob:
-        own = settings_of(model, output_dtype="float16", **settings)
-        return EncodeJob(files, tmp_path / "embeddings", own, shard_size=8, workers=1)
-
-    assert job(pooling="mean").run().images == 20
-    parts = sorted((tmp_path / "embeddings").glob("*.parquet"))
-    assert [pq.read_metadata(part).num_rows for part in parts] == [8, 8, 4]
-    table = pq.read_table(parts)
-    assert table["path"].to_pylist() == files
-    assert set(table["tokens"].to_pylist()) == {1}
-    assert str(table["embedding"].type.value_type) == "halffloat"
-    before = [part.stat().st_mtime_ns for part in parts]
-    assert job(pooling="mean").run().written_before == 20
-    assert [part.stat().st_mtime_ns for part in parts] == before
-    with pytest.raises(InputError, match="of another run, which differs in settings; delete it"):
-        job(pooling="none").run()
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

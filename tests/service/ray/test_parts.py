@@ -42,20 +42,6 @@ def write(parts: Parts, *shards: int) -> None:
         parts.write(shard, table(shard))
 
 
-def test_parts_become_one_file_in_order(tmp_path: Path) -> None:
-    parts = Parts(tmp_path / "x.parquet", RUN, 3)
-    with parts.opened() as missing:
-        assert missing == [0, 1, 2]
-        write(parts, 2, 0)
-        assert parts.missing() == [1]
-        write(parts, 1)
-        parts.finish()
-    assert pq.read_table(tmp_path / "x.parquet")["path"].to_pylist() == ["0a", "0b", "1a", "1b", "2a", "2b"]
-    assert pq.read_metadata(tmp_path / "x.parquet").num_row_groups == 3
-    assert [path.name for path in tmp_path.iterdir()] == ["x.parquet"]
-    assert Parts(tmp_path / "x.parquet", RUN, 3).missing() == []
-
-
 @settings(max_examples=20)
 @given(st.permutations([0, 0, 1, 1, 2, 3, 4]), st.integers(0, 6))
 def test_the_file_is_the_same_in_whatever_runs_its_parts_were_written(order: list[int], cut: int) -> None:
