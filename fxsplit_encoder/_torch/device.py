@@ -32,7 +32,7 @@ def indexed(device: torch.device) -> torch.device:
 @contextlib.contextmanager
 def no_default_device() -> Iterator[None]:
     """Suspends the default device, whose mode makes Dynamo fail at tensor methods written in Python."""
-    modes = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    modes = _get_current_function_mode_stack()
     others = [mode for mode in modes if not isinstance(mode, DeviceContext)]
     _replace_modes(modes, others)
     try:
@@ -44,9 +44,9 @@ def no_default_device() -> Iterator[None]:
 def _replace_modes(modes: list[TorchFunctionMode], others: list[TorchFunctionMode]) -> None:
     if modes != others:
         for _ in modes:
-            _pop_mode()  # type: ignore[no-untyped-call]
+            _pop_mode()
         for mode in others:
-            _push_mode(mode)  # type: ignore[no-untyped-call]
+            _push_mode(mode)
 
 
 # Cycles of a microsecond; GPUs that run slower wait longer.
@@ -58,4 +58,4 @@ _LONGEST_S = 0.02
 
 def wait_on_device(seconds: float) -> None:
     """Enqueues a kernel that runs for about so many seconds, 20 ms at most."""
-    torch.cuda._sleep(int(min(seconds, _LONGEST_S) * 1e6 * _CYCLES))  # type: ignore[no-untyped-call]
+    torch.cuda._sleep(int(min(seconds, _LONGEST_S) * 1e6 * _CYCLES))

@@ -45,7 +45,7 @@ addmm_activation = torch.ops.aten._addmm_activation
 check: Callable[..., None] = torch._check
 """Tells a trace that a condition on sizes holds; outside of traces an assertion."""
 
-_LIBRARY: Any = torch.library.Library("fxsplit", "FRAGMENT")  # type: ignore[no-untyped-call]
+_LIBRARY: Any = torch.library.Library("fxsplit", "FRAGMENT")
 
 
 def define_op(
@@ -80,11 +80,11 @@ def has_tag(target: Any, tag: torch.Tag) -> bool:
     return isinstance(target, OpOverload) and tag in target.tags
 
 
-class RandomDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class RandomDraws(TorchDispatchMode):
     """Notes the names of operators that draw random numbers."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.names: list[str] = []
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -94,11 +94,11 @@ class RandomDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return function(*args, **(kwargs or {}))
 
 
-class OnMeta(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class OnMeta(TorchDispatchMode):
     """Takes all tensors of a call as without data if one is."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = (args, kwargs or {})

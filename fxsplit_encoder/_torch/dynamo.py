@@ -72,7 +72,7 @@ def not_traced(function: Callable[..., Any]) -> Callable[..., Any]:
     from torch._dynamo.eval_frame import skip_code
 
     skip_code(function.__code__)
-    disabled: Callable[..., Any] = torch.compiler.disable(function, recursive=False)  # type: ignore[no-untyped-call]
+    disabled: Callable[..., Any] = torch.compiler.disable(function, recursive=False)
     return disabled
 
 

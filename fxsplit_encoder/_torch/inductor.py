@@ -37,7 +37,7 @@ def start_workers() -> None:
     maybe_warm_pool()
     started = getattr(AsyncCompile.process_pool, "cache_info", None)
     if started is not None and started().currsize:
-        AsyncCompile.use_process_pool()  # type: ignore[no-untyped-call]
+        AsyncCompile.use_process_pool()
 
 
 def compile_graph(

@@ -72,7 +72,7 @@ def key_of(compiled: Any) -> tuple[str, str] | None:
 def load_graph(key: str, guards: str) -> Callable[[list[Any]], Any] | None:
     """Returns the compiled graph of a key in Inductor's cache; None: it is not there."""
     fake_mode = FakeTensorMode(shape_env=ShapeEnv())
-    CompiledTritonKernels.cache_clear()  # type: ignore[no-untyped-call]
+    CompiledTritonKernels.cache_clear()
     with tracing_context(fake_mode), V.set_fake_mode(fake_mode):
         compiled = _found(key, guards)
         if compiled is None:

@@ -28,7 +28,7 @@ def foreign_around() -> str | None:
         return "a TorchDispatchMode"
     # `torch.set_default_device` is one too, which changes no more than where tensors are made.
     if num_function_modes():
-        modes = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+        modes = _get_current_function_mode_stack()
         if any(type(mode) is not DeviceContext for mode in modes):
             return "a TorchFunctionMode"
     return None

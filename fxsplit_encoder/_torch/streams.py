@@ -51,7 +51,7 @@ class CaptureStreams:
             pointer = unused.pop()
         except IndexError:
             pointer = self._create(priority)
-        stream = _CaptureStream(pointer, self._device)  # type: ignore[no-untyped-call]
+        stream = _CaptureStream(pointer, self._device)
         stream.unused = unused
         return stream
 
@@ -121,7 +121,7 @@ class Branch:
         """Makes the sibling the current stream."""
         if self._main is not None:
             self._entered = torch.cuda.stream(self._sibling)
-            self._entered.__enter__()  # type: ignore[no-untyped-call]
+            self._entered.__enter__()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None

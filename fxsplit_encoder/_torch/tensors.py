@@ -151,9 +151,9 @@ def storage_id(tensor: Tensor) -> int:
 
 def weakly(tensor: Tensor) -> StorageWeakRef:
     """Returns a weak reference to the memory behind a tensor and its views."""
-    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+    return StorageWeakRef(tensor.untyped_storage())
 
 
 def is_dropped(memory: StorageWeakRef) -> bool:
     """Whether no tensor refers to the memory any more."""
-    return bool(memory.expired())  # type: ignore[no-untyped-call]
+    return bool(memory.expired())

@@ -387,11 +387,11 @@ class BreakableCUDAGraphCapture(SegmentedCapture):
         return results
 
 
-class _EveryOp(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _EveryOp(TorchDispatchMode):
     supports_higher_order_operators = True
 
     def __init__(self, capture: BreakableCUDAGraphCapture) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._capture = capture
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -594,7 +594,7 @@ class RecordedBreak:
 def name_of(function: Any) -> str:
     """Returns the name of a function or op in messages."""
     if isinstance(function, OpOverload):
-        return str(function.name())  # type: ignore[no-untyped-call]
+        return str(function.name())
     return getattr(function, "__qualname__", None) or type(function).__name__
 
 

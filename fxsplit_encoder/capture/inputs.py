@@ -192,7 +192,7 @@ def _extended(given: tuple[int, ...], length: int, rows: int) -> Tensor:
             f"segments over {rows} rows"
         )
     # In pinned memory it need not be copied on the host before it goes to a device.
-    pinned = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    pinned = torch.cuda.is_initialized()
     lengths = given[: segments + 1] + (real,) * (length - segments - 1)
     with torch.inference_mode(False):
         return torch.tensor(lengths, dtype=torch.int32, device="cpu", pin_memory=pinned)

@@ -122,7 +122,7 @@ class GraphPool:
         try:
             if stream is not None:
                 if self._last_replay is None:
-                    self._last_replay = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                    self._last_replay = torch.cuda.Event()
                 self._last_replay.record(stream)
                 self._last_stream = stream
         finally:

@@ -58,7 +58,7 @@ class EagerGraphs:
     def __init__(self, adapter: Any) -> None:
         self.adapter = adapter
         self._replays: dict[int, tuple[Mapping[str, Tensor], Callable[[], Tensor]]] = {}
-        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self._stream = torch.cuda.Stream()
         self._pool = torch.cuda.graph_pool_handle()
         # What a layout determines is captured with it; only the pixels of a batch are copied.
         self._metadata = set(getattr(adapter, "metadata_names", ()))

@@ -147,7 +147,7 @@ def _save_leaf(value: Any) -> dict[str, Any]:
     if isinstance(value, torch.device):
         return {"device": value.type}
     if isinstance(value, OpOverload):
-        return {"operator": str(value.name())}  # type: ignore[no-untyped-call]
+        return {"operator": str(value.name())}
     if isinstance(value, Tensor):
         raise CompileError("it reads a tensor that is no parameter and no buffer of the tower")
     if isinstance(value, HostOp):

@@ -202,7 +202,7 @@ def microseconds(call: Callable[[], object], shape: CallShape) -> float:
 
 def _elapsed(call: Callable[[], object], calls: int = 1, *, behind_a_wait: bool = False) -> float:
     """Microseconds of a call, mean of `calls` in a row."""
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     if behind_a_wait:
         begin = time.perf_counter()
         call()

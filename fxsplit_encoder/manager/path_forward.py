@@ -399,7 +399,7 @@ class RowGroups:
         for name in (*self.factors, *self.patches):
             check(inputs[name].shape[0] == rows)
         for name, factor in self.factors.items():
-            gathered[name] = inputs[name].unflatten(0, (-1, factor))[:, 0]  # type: ignore[no-untyped-call]
+            gathered[name] = inputs[name].unflatten(0, (-1, factor))[:, 0]
         return gathered
 
     def _check(self, values: Mapping[str, StaticValue | None]) -> None:

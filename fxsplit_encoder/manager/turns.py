@@ -254,7 +254,7 @@ def compare_between_requests(run: Callable[[], None], device: torch.device) -> N
     with has_turn(), collecting(unmeasured):
         run()
     # Of its own, so that requests do not queue behind it.
-    stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+    stream = torch.cuda.Stream(device) if device.type == "cuda" else None
     with torch.cuda.stream(stream):
         for measurements, shape in unmeasured:
             measurements.compare(shape)

@@ -103,7 +103,7 @@ class Checkpoint:
         from transformers import AutoImageProcessor
 
         try:
-            return AutoImageProcessor.from_pretrained(self.directory or self.model, trust_remote_code=False)  # type: ignore[no-untyped-call]
+            return AutoImageProcessor.from_pretrained(self.directory or self.model, trust_remote_code=False)
         except (ImportError, OSError, ValueError, KeyError) as error:
             logger.info("%s: its image processor is not made by transformers: %s", self.model, error)
             return None

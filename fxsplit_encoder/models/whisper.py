@@ -25,7 +25,7 @@ def whisper_extractor(processor: Mapping[str, Any]) -> Any:
     """Makes the extractor of mel frames from samples."""
     from transformers import WhisperFeatureExtractor
 
-    return WhisperFeatureExtractor(**processor)  # type: ignore[no-untyped-call]
+    return WhisperFeatureExtractor(**processor)
 
 
 FAMILIES = {

@@ -50,7 +50,7 @@ class Copies:
         if device is None or device.type != "cuda":
             yield
             return
-        stream = torch.cuda.Stream(device, priority)  # type: ignore[no-untyped-call]
+        stream = torch.cuda.Stream(device, priority)
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
             yield
@@ -60,6 +60,6 @@ class Copies:
         """When everything is over that this thread has given the current stream of a device."""
         if device.type != "cuda":
             return Event()
-        event: Any = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        event: Any = torch.cuda.Event(blocking=True)
         event.record(torch.cuda.current_stream(device))
         return event  # type: ignore[no-any-return]

@@ -131,7 +131,7 @@ def _key_of(grids: Any, options: Mapping[str, Any]) -> Any | None:
         if not isinstance(grid, list | tuple) or any(type(number) is not int for number in grid):
             return None
         rows.append(tuple(grid))
-    has_streams = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    has_streams = torch.cuda.is_initialized()
     stream = torch.cuda.current_stream().cuda_stream if has_streams else 0
     key = (tuple(rows), stream, *sorted(options.items()))
     try:
