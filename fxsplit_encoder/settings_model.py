@@ -159,7 +159,7 @@ class _SettingsLoader(yaml.SafeLoader):
     _depth = 0
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        event: Any = self.peek_event()
+        event: Any = self.peek_event()  # type: ignore[no-untyped-call]
         if self.check_event(yaml.AliasEvent):
             raise yaml.MarkedYAMLError(problem="an alias; write the value out", problem_mark=event.start_mark)
         if self._depth > DEEPEST:

@@ -51,7 +51,7 @@ class CaptureStreams:
             pointer = unused.pop()
         except IndexError:
             pointer = self._create(priority)
-        stream = _CaptureStream(pointer, self._device)
+        stream = _CaptureStream(pointer, self._device)  # type: ignore[no-untyped-call]
         stream.unused = unused
         return stream
 

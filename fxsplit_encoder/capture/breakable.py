@@ -391,7 +391,7 @@ class _EveryOp(TorchDispatchMode):
     supports_higher_order_operators = True
 
     def __init__(self, capture: BreakableCUDAGraphCapture) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._capture = capture
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

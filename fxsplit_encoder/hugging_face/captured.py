@@ -335,7 +335,7 @@ class CompiledRunner:
         """The encoded items of a batch."""
         specs = self.adapter.get_encoder_cudagraph_item_specs(inputs)
         with self._first, torch.inference_mode(False), torch.no_grad():
-            rows = self._compiled(*self.adapter.call_arguments(inputs))
+            rows = self._compiled(*self.adapter.call_arguments(inputs))  # type: ignore[no-untyped-call]
         self._first = contextlib.nullcontext()
         items: list[Tensor] = self.adapter.items_of(
             {"default": rows}, [spec.output_tokens for spec in specs], inputs

@@ -108,7 +108,7 @@ class WrappedTower(nn.Module):
         return {name: value for name, value in vars(self).items() if name != "_states"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._register()  # a copy is another tower
 
     def train(self, mode: bool = True) -> WrappedTower:
