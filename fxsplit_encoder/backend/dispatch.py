@@ -111,6 +111,8 @@ class BudgetDispatcher:
         self.kernels.check(program.device)
         self.statistics = Statistics(log_interval=0)
         self.owners = owners_of_trace() if owners is None else owners
+        self.first_parameter: Callable[[], torch.Tensor | None] = lambda: None
+        """Returns the first parameter among the arguments; None: there is none, or it is no more."""
         """Whose graph it is: what `torch.compile` made, and the module."""
         self.programs: dict[tuple[int, ...], CallProgram] = {}
         """By the sizes other than the token count: they are part of a capture's shape. Without a token count
@@ -371,7 +373,6 @@ class SharedGraph:
     def __init__(self, first: BudgetDispatcher) -> None:
         self._first = first
         self._index = min(first.program.static_inputs)
-        self._parameters: dict[int, weakref.ref[torch.Tensor]] = {}
         self._dispatchers: OrderedDict[int, BudgetDispatcher] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -386,16 +387,15 @@ class SharedGraph:
         with self._lock:
             dispatcher = self._without_module() or self._another()
             self._dispatchers[address] = dispatcher
-            self._parameters[address] = weakref.ref(parameter)
+            dispatcher.first_parameter = weakref.ref(parameter)
         return dispatcher
 
     def _without_module(self) -> BudgetDispatcher | None:
         """Takes away a dispatcher whose module has another first parameter now, or is no more."""
         for address, dispatcher in self._dispatchers.items():
             dispatcher.let_go()
-            parameter = self._parameters[address]()
+            parameter = dispatcher.first_parameter()
             if parameter is None or parameter.data_ptr() != address:
-                del self._parameters[address]
                 return self._dispatchers.pop(address)
         return None
 
@@ -405,8 +405,7 @@ class SharedGraph:
             return first
         if len(self._dispatchers) >= _MOST_MODULES:
             logger.warning("captures of the first of %d modules of a class are given up", _MOST_MODULES)
-            address, oldest = self._dispatchers.popitem(last=False)
-            del self._parameters[address]
+            _, oldest = self._dispatchers.popitem(last=False)
             oldest.clear()
             return oldest
         return BudgetDispatcher(first.program.for_others(), first.config, LiveWeights(), first.owners)
@@ -570,9 +569,14 @@ def refresh_compiled(compiled: Callable[..., Any]) -> None:
 
 
 def _dispatchers_of(compiled: Callable[..., Any]) -> list[BudgetDispatcher]:
-    owners = {id(owner) for owner in owners_of(compiled)}
-    return [
-        dispatcher
-        for dispatcher in dispatchers()
-        if any(id(reference()) in owners for reference in dispatcher.owners)
-    ]
+    owners, module = set(map(id, owners_of(compiled))), original_module(compiled)
+    is_module = isinstance(module, torch.nn.Module)
+    tensors = {*map(id, (*module.parameters(), *module.buffers()))} if is_module else ()
+
+    def is_own(dispatcher: BudgetDispatcher) -> bool:
+        parameter = dispatcher.first_parameter() if is_module else None
+        if parameter is not None:  # the graph may be that of another module
+            return id(parameter) in tensors
+        return any(id(reference()) in owners for reference in dispatcher.owners)
+
+    return list(filter(is_own, dispatchers()))
