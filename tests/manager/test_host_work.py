@@ -130,7 +130,8 @@ def test_metadata_of_many_sizes_is_forgotten_the_least_recently_used_first(
 
 
 def test_a_replay_of_a_towers_own_code_takes_few_instructions() -> None:
-    """vLLM's runners call its manager once a step. At commit fe59b6c they were 3666 of Python 3.11's."""
+    """vLLM's runners call its manager once a step. At commit fe59b6c they were 3666 of Python 3.11's, without
+    the 49 of the assertions of `PackedModel`."""
     config = fx.EncoderConfig(token_budgets=(4, 8, 16), max_items_per_batch=4, compile=False)
     manager = fx.EncoderCudaGraphManager(PackedModel(), config, log_interval=0)
     manager.capture()
@@ -138,7 +139,7 @@ def test_a_replay_of_a_towers_own_code_takes_few_instructions() -> None:
         captured.capture.segments[:] = []
     with torch.inference_mode():
         manager.execute(batch(3))
-        assert instructions(lambda: manager.execute(batch(3))) < 2975
+        assert instructions(lambda: manager.execute(batch(3))) < 2975 + 49
 
 
 def test_an_image_of_grids_that_came_before_takes_few_calls(manager: Any, make_batch: Any) -> None:
