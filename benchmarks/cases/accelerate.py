@@ -5,8 +5,8 @@
 The Qwen3-VL-8B vision tower in a language model of one layer, bf16, seeded random weights. The model's own
 `get_image_features`, wall milliseconds to the end of the device's work, medians:
 
-* "eager": as transformers runs it; "accelerate" and "accelerate, compile": after `fx.accelerate(model)` and
-  `warmup`; "execute": the manager with the tower alone, which makes no output of transformers' class.
+* "eager": as transformers runs it; "accelerate": after `fx.accelerate(model)` and `warmup`; "execute": the
+  manager with the tower alone, which makes no output of transformers' class.
 * "error": relative to eager, the root of the mean square.
 
 Then `generate`, once warm: what a second request still compiled, traced and captured.
@@ -120,8 +120,8 @@ def run(arguments: argparse.Namespace, record: Record) -> None:
 
     settings: dict[str, Any] = {"token_budgets": [4, 32], "passes": ["folded_adapters"]} if tiny else {}
 
-    def accelerated(way: str, compile: bool = False, **further: Any) -> None:
-        fx.accelerate(model, {**settings, **further}, compile=compile)
+    def accelerated(way: str, **further: Any) -> None:
+        fx.accelerate(model, {**settings, **further})
         fx.warmup(model)
         add(way, functools.partial(features, model))
 
@@ -139,11 +139,9 @@ def run(arguments: argparse.Namespace, record: Record) -> None:
             record.settings[f"captured, b and a{suffix}"] = captured
         record.store()
         return
-    for compile in (False, True):
-        way = "accelerate, compile" if compile else "accelerate"
-        accelerated(way, compile)
-        record.settings[f"generate, {way}"] = generate_again(model, inputs)
-        fx.restore(model)
+    accelerated("accelerate")
+    record.settings["generate, accelerate"] = generate_again(model, inputs)
+    fx.restore(model)
     manager = captured(fx.wrap(model.model.visual), **settings)
     add("execute", functools.partial(execute, manager, width))
 

@@ -1,24 +1,20 @@
-"""Captures of a tower: an adapter and a runner for each key of its calls, until the tower changes."""
+"""Captures of a tower: a manager for each key of its calls, until the tower changes."""
 
 from __future__ import annotations
 
-import contextlib
 import threading
-import types
 from collections import deque
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from fxsplit_encoder._torch.dispatch import tree_leaves, tree_map_only
 from fxsplit_encoder._torch.peft import unmerging_layer
 from fxsplit_encoder._torch.structure import Structure
-from fxsplit_encoder.backend import warmup
-from fxsplit_encoder.backend.dispatch import refresh_compiled, stats_of_compiled
 from fxsplit_encoder.caching import Recent
 from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.errors import UnsupportedTowerError
@@ -39,20 +35,12 @@ _PAYS = 64
 """Calls that pay for a capture. After a replacement that was used less, the next waits twice as long."""
 
 
-@dataclass(frozen=True)
-class Settings:
-    """The arguments of `accelerate`."""
-
-    config: EncoderConfig
-    compiles: bool
-
-
 @dataclass
 class Served:
     """The captures of one key."""
 
-    adapter: Any
-    runner: ManagerRunner | CompiledRunner
+    manager: EncoderCudaGraphManager
+    """Encodes each item to a tensor of its own, (output tokens, hidden)."""
     example: Any
     """The tower's output of a small call, on the meta device."""
     uses: int = 0
@@ -60,15 +48,23 @@ class Served:
     """The number of its last call."""
     took_place: bool = False
     """Whether captures of another key were released for these."""
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def capture(self) -> None:
+        """Captures once among all threads."""
+        if not self.manager.is_captured():
+            with self._lock:
+                if not self.manager.is_captured():  # no other thread has done it
+                    self.manager.capture()
 
 
 class CapturedTower:
     """A tower's captures, valid for its modules and its parameters' device and dtype."""
 
-    def __init__(self, tower: nn.Module, reads: Reads, settings: Settings, seen: Any = None) -> None:
+    def __init__(self, tower: nn.Module, reads: Reads, config: EncoderConfig, seen: Any = None) -> None:
         self.seen = seen
         """`calls_of` the tower as it is now; None: it has changed."""
-        self.settings = settings
+        self.config = config
         self.reads = reads
         self._tower = tower
         self._parameters, self._first = first_parameter(tower)
@@ -93,7 +89,7 @@ class CapturedTower:
         else:
             try:
                 kind, looked = self.seen = seen or calls_of(tower)
-                self.calls = kind(twin_of(tower), reads, settings.config, looked)
+                self.calls = kind(twin_of(tower), reads, config, looked)
             except UnsupportedTowerError as error:
                 self.refuse(error)
 
@@ -127,13 +123,13 @@ class CapturedTower:
     @property
     def num_bytes(self) -> int:
         """Bytes of device memory that all captures take."""
-        stats = [served.runner.stats() for served in self._served.values()]
+        stats = [served.manager.stats() for served in self._served.values()]
         return sum(each.graph_bytes + each.input_bytes for each in stats)
 
     @property
     def derived_bytes(self) -> int:
         """Bytes of parameters that are kept in another form."""
-        return sum(served.runner.stats().derived_bytes for served in self._served.values())
+        return sum(served.manager.stats().derived_bytes for served in self._served.values())
 
     def in_training(self) -> str | None:
         """The first module of the tower in training mode, where that matters."""
@@ -154,7 +150,7 @@ class CapturedTower:
         if at_once:
             return True
         with self._lock:
-            recent = self._seen.get(call.key) or deque(maxlen=max(1, self.settings.config.exact_min_hits))
+            recent = self._seen.get(call.key) or deque(maxlen=max(1, self.config.exact_min_hits))
             recent.append(self._calls)
             self._seen[call.key] = recent
             least = min((each.last for each in self._served.values()), default=0)
@@ -165,7 +161,7 @@ class CapturedTower:
             )
 
     def of(self, key: Hashable) -> Served:
-        """The captures of a key, made at its first use; call `prepare` of its runner before `run`."""
+        """The captures of a key, made at its first use; `capture` comes before the first batch."""
         served = self._served.get(key)
         if served is None:
             with self._lock:
@@ -183,9 +179,9 @@ class CapturedTower:
         """Releases the captures of the least recently used key."""
         key = min(self._served, key=lambda key: self._served[key].last)
         served = self._served.pop(key)
-        served.runner.clear()
+        served.manager.clear()
         # Only counts are kept: captures of all sizes that ever came would be without bound.
-        counts = replace(served.runner.stats(), budgets={})
+        counts = replace(served.manager.stats(), budgets={})
         self._past = [ManagerStats.total([*self._past, counts])]
         was_in_vain = served.took_place and served.uses < _PAYS
         self._wait = 2 * self._wait if was_in_vain else max(1, self._wait // 2)
@@ -215,28 +211,25 @@ class CapturedTower:
         example = type(output)(**meta)
         for name in meta:  # hidden states come after all others, whatever the class says
             example.move_to_end(name)
-        adapter = self.calls.adapter(key, example)
-        config = self.settings.config
-        runner = CompiledRunner if self.settings.compiles else ManagerRunner
-        return Served(adapter, runner(adapter, config), example)
+        return Served(EncoderCudaGraphManager(self.calls.adapter(key, example), self.config), example)
 
     def stats(self) -> list[ManagerStats]:
-        """The statistics of each runner; captures of several have their keys."""
+        """The statistics of each manager; captures of several have their keys."""
         with self._lock:
             many = len(self._served) > 1
-            parts = {key: served.runner.stats() for key, served in self._served.items()}
+            parts = {key: served.manager.stats() for key, served in self._served.items()}
             return [*self._past, *(part.under(str(key)) if many else part for key, part in parts.items())]
 
     def outdate_weights(self) -> None:
-        """`fxsplit_encoder.refresh` of every runner."""
+        """`fxsplit_encoder.refresh` of every manager."""
         for served in [*self._served.values()]:
-            served.runner.refresh()
+            served.manager.check_weights()
 
     def clear(self) -> None:
         """Releases all captures."""
         with self._lock:
             for served in self._served.values():
-                served.runner.clear()
+                served.manager.clear()
 
 
 # --- code that a capture would leave out
@@ -290,73 +283,3 @@ def reads_argument(call: Callable[[dict[str, Any]], Any], name: str) -> bool:
         except (_ArgumentReadError, TypeError, ValueError, RuntimeError):
             return True
     return len(plain) != len(probed) or not all(map(torch.equal, plain, probed))
-
-
-# --- runners of adapters
-
-
-class ManagerRunner:
-    """An adapter in a manager. `run` encodes every item to its own tensor, (output tokens, hidden)."""
-
-    def __init__(self, adapter: Any, config: EncoderConfig) -> None:
-        self.manager = EncoderCudaGraphManager(adapter, config)
-        self.run = self.manager.execute
-        self.stats = self.manager.stats
-        self.refresh = self.manager.check_weights
-        self.clear = self.manager.clear
-        self._lock = threading.Lock()
-
-    def prepare(self) -> None:
-        """Captures once among all threads."""
-        if not self.manager.is_captured():
-            with self._lock:
-                if not self.manager.is_captured():  # no other thread has done it
-                    self.manager.capture()
-
-    capture = prepare
-
-
-class CompiledRunner:
-    """An adapter behind `torch.compile(backend="encoder_cg")`; a call of `run` is one batch."""
-
-    def __init__(self, adapter: Any, config: EncoderConfig) -> None:
-        self.adapter = adapter
-        adapter.returns_rows = True
-        # Dynamo limits how often one piece of code is compiled; every tower is to have a limit of its own.
-        from fxsplit_encoder.compile.trace import with_own_code
-
-        adapter.forward = types.MethodType(with_own_code(type(adapter).forward), adapter)
-        options: Any = {"config": config}
-        self._compiled = torch.compile(adapter, backend="encoder_cg", fullgraph=True, options=options)
-        self._first: contextlib.AbstractContextManager[object] = threading.Lock()
-        """Held in the first call, which compiles."""
-
-    def run(self, inputs: dict[str, Any]) -> list[Tensor]:
-        """The encoded items of a batch."""
-        specs = self.adapter.get_encoder_cudagraph_item_specs(inputs)
-        with self._first, torch.inference_mode(False), torch.no_grad():
-            rows = self._compiled(*self.adapter.call_arguments(inputs))  # type: ignore[no-untyped-call]
-        self._first = contextlib.nullcontext()
-        items: list[Tensor] = self.adapter.items_of(
-            {"default": rows}, [spec.output_tokens for spec in specs], inputs
-        )
-        return items
-
-    def prepare(self) -> None:
-        """Does nothing: the first call compiles."""
-
-    def capture(self) -> None:
-        """`fxsplit_encoder.warmup` of the compiled adapter."""
-        with self._first:
-            warmup(self._compiled)
-
-    def stats(self) -> ManagerStats:
-        """The statistics of the compiled graphs; each call is an item."""
-        return stats_of_compiled(self._compiled)
-
-    def refresh(self) -> None:
-        """Has the next call compare weights, see `fxsplit_encoder.refresh`."""
-        refresh_compiled(self._compiled)
-
-    def clear(self) -> None:
-        """Does nothing: compiled graphs are released with the adapter."""

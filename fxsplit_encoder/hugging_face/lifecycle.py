@@ -12,10 +12,8 @@ from torch import nn
 
 from fxsplit_encoder._torch.dynamo import original_module
 from fxsplit_encoder._torch.transformers import INNER_FORWARD, device_hook
-from fxsplit_encoder.backend.entry import check_applies
 from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.errors import InputError, UnsupportedTowerError
-from fxsplit_encoder.hugging_face.captured import Settings
 from fxsplit_encoder.hugging_face.rules import calls_of, is_named, names_images, takes_images
 from fxsplit_encoder.hugging_face.served import FoundTower, ServedTower
 from fxsplit_encoder.messages import shown
@@ -28,7 +26,7 @@ Model = TypeVar("Model")
 Config = EncoderConfig | Mapping[str, Any] | str | os.PathLike[str]
 
 
-def accelerate(model: Model, config: Config | None = None, *, compile: bool = False) -> Model:
+def accelerate(model: Model, config: Config | None = None) -> Model:
     """Replaces the forward of the vision towers in a model of transformers by one that encodes by captures.
 
     Callers of the towers (`generate`, a pipeline, `get_image_features`) get outputs of the same classes.
@@ -38,8 +36,6 @@ def accelerate(model: Model, config: Config | None = None, *, compile: bool = Fa
     Args:
         model: is changed in place.
         config: an `EncoderConfig`, its fields in a mapping, or a YAML file.
-        compile: whether towers go behind `torch.compile(backend="encoder_cg")`, rather than into an
-            `EncoderCudaGraphManager`.
 
     Returns:
         The model; unchanged if it is accelerated in the same way already.
@@ -49,12 +45,10 @@ def accelerate(model: Model, config: Config | None = None, *, compile: bool = Fa
         UnsupportedTowerError: none of its towers can be served; says of each why.
         ConfigError: a setting is wrong.
     """
-    settings = Settings(EncoderConfig.from_options({} if config is None else {"config": config}), compile)
-    if compile:
-        check_applies(settings.config)
+    settings = EncoderConfig.from_options({} if config is None else {"config": config})
     towers, refusals = find_towers(model)
     served = [_served_by(found.module) for found in towers]
-    if all(each is not None and each.settings == settings for each in served):
+    if all(each is not None and each.config == settings for each in served):
         return model
     for refusal in refusals:
         logger.warning("accelerate: left alone: %s", refusal)

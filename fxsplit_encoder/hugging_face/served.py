@@ -21,9 +21,10 @@ from fxsplit_encoder._torch.dynamo import is_traced
 from fxsplit_encoder._torch.modes import foreign_around
 from fxsplit_encoder._torch.transformers import attention_implementation, selected_hidden_states
 from fxsplit_encoder.caching import Recent
+from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.errors import InputError, UnsupportedTowerError, WeightsLayoutError
 from fxsplit_encoder.hugging_face.calls import Made, Reads, accepts, asked_for
-from fxsplit_encoder.hugging_face.captured import CapturedTower, Served, Settings
+from fxsplit_encoder.hugging_face.captured import CapturedTower, Served
 from fxsplit_encoder.hugging_face.outputs import Lazy, LazyTuple, make_output
 from fxsplit_encoder.planning.plan import InvariantPolicy, MissReason
 from fxsplit_encoder.runtime.states import OtherStates
@@ -73,10 +74,10 @@ class ServedTower:
     _numbers: ClassVar = itertools.count()
     _by_number: ClassVar[weakref.WeakValueDictionary[int, ServedTower]] = weakref.WeakValueDictionary()
 
-    def __init__(self, found: FoundTower, settings: Settings, previous: Callable[..., Any] | None) -> None:
+    def __init__(self, found: FoundTower, config: EncoderConfig, previous: Callable[..., Any] | None) -> None:
         self.name = found.name
-        self.settings = settings
-        self._policy = InvariantPolicy.of(settings.config)
+        self.config = config
+        self._policy = InvariantPolicy.of(config)
         self.active = True
         self.number = next(self._numbers)
         self._module = found.module
@@ -93,8 +94,8 @@ class ServedTower:
         self._past: list[ManagerStats] = []
         self._lock = threading.RLock()
         self._logged: Recent[str, bool] = Recent(_MOST_LOGGED)
-        self._captured = CapturedTower(self._module, self._reads, self.settings, found.calls)
-        self._others = OtherStates(self._release, settings.config.max_graph_bytes)
+        self._captured = CapturedTower(self._module, self._reads, self.config, found.calls)
+        self._others = OtherStates(self._release, config.max_graph_bytes)
         """Captures of states that the tower has left."""
         functools.update_wrapper(self, self.own_forward)
         self._by_number[self.number] = self
@@ -162,14 +163,13 @@ class ServedTower:
             if isinstance(call, MissReason):
                 self._warn_of_miss(call, changing)
                 return call
-            is_warming = getattr(_warming, "on", False)
             # A call may wait for others of its size in the tower's own forward, if that may serve it.
-            at_once = is_warming or now or not self._policy.own_forward_may_serve
+            at_once = getattr(_warming, "on", False) or now or not self._policy.own_forward_may_serve
             if not captured.serves(call, at_once=at_once):
                 return MissReason.NEW_SHAPE
             served = captured.of(call.key)
-            (served.runner.capture if is_warming else served.runner.prepare)()
-            items = served.runner.run(captured.calls.inputs(call, served.adapter))
+            served.capture()
+            items = served.manager.execute(captured.calls.inputs(call, served.manager.tower))
         except WeightsLayoutError as error:
             self._again(captured, error)
             raise
@@ -294,7 +294,7 @@ class ServedTower:
             if self._captured is captured:  # no other thread has done it
                 (self._others.put if may_return else self._release)(captured)
                 seen = captured.seen if captured.is_current() else None
-                self._captured = CapturedTower(self._module, self._reads, self.settings, seen)
+                self._captured = CapturedTower(self._module, self._reads, self.config, seen)
                 if self._captured.refusal is None:
                     if captured.has_captures:
                         logger.log(level, "%s: captured again: %s", self.name, why)
@@ -324,7 +324,7 @@ class ServedTower:
         else:
             try:
                 for key in captured.calls.expected_keys:
-                    captured.of(key).runner.capture()
+                    captured.of(key).capture()
             except UnsupportedTowerError as error:
                 captured.refuse(error)
                 self._refused(captured)

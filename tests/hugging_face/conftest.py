@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 
 import fxsplit_encoder as fx
-from fxsplit_encoder.hugging_face.captured import CompiledRunner, ManagerRunner
+from fxsplit_encoder.hugging_face.captured import Served
 
 from .models import EMBEDDERS, MODELS
 from .tiny_model import TinyModel
@@ -60,11 +60,10 @@ def loaded(checkpoint: Callable[[str], Path]) -> Callable[[str], Loaded]:
 def made(monkeypatch: pytest.MonkeyPatch) -> list[type]:
     """What serves the captures that are made from now on."""
     found: list[type] = []
-    for kind in (ManagerRunner, CompiledRunner):
-        own = kind.__init__
-        monkeypatch.setattr(
-            kind, "__init__", lambda self, *given, own=own: found.append(type(self)) or own(self, *given)
-        )
+    own = Served.__init__
+    monkeypatch.setattr(
+        Served, "__init__", lambda self, *given: found.append(type(self)) or own(self, *given)
+    )
     return found
 
 
