@@ -385,9 +385,11 @@ class SharedGraph:
     def _dispatcher_of(self, parameter: torch.Tensor) -> BudgetDispatcher:
         address = parameter.data_ptr()
         with self._lock:
-            dispatcher = self._without_module() or self._another()
-            self._dispatchers[address] = dispatcher
-            dispatcher.first_parameter = weakref.ref(parameter)
+            dispatcher = self._dispatchers.get(address)
+            if dispatcher is None:  # no other thread has done it
+                dispatcher = self._without_module() or self._another()
+                dispatcher.first_parameter = weakref.ref(parameter)
+                self._dispatchers[address] = dispatcher
         return dispatcher
 
     def _without_module(self) -> BudgetDispatcher | None:

@@ -262,8 +262,8 @@ class DerivedParameters:
         return self._fingerprints.compare()
 
     def let_go(self) -> None:
-        """Keeps no source alive until the next run."""
-        self._sources = {}
+        """Keeps no source alive until the next run, which computes again: others may lie where they did."""
+        self._sources, self._addresses = {}, []
 
     def outdate(self) -> None:
         """Makes the next run or replay compute again."""

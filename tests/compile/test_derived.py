@@ -71,6 +71,16 @@ def test_with_its_stamp_the_last_parameters_are_asked_for_their_versions(paramet
     assert torch.equal(parameters[3], torch.full((2, 3), 6.0)) and derived.stamp is not stamp
 
 
+def test_sources_that_were_let_go_are_read_again(parameters: list[Any]) -> None:
+    """Others of as many versions may lie in their memory by then."""
+    derived = DerivedParameters(RECIPES)
+    derived.fill(parameters)
+    stamp = derived.stamp
+    derived.let_go()
+    derived.fill(parameters)
+    assert derived.stamp is not stamp
+
+
 def test_what_could_not_be_computed_is_computed_by_the_next_run(parameters: list[Any]) -> None:
     has_memory = True
 
