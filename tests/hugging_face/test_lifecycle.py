@@ -444,14 +444,6 @@ def test_the_forward_shows_the_towers_own_signature(case: Case) -> None:
 # --- promised bits
 
 
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def test_images_get_the_bits_that_they_get_alone_and_other_calls_are_refused(one_thread: None) -> None:
     config = fx.EncoderConfig(invariant=True, mode="full", token_budgets=[16, 64], max_items_per_batch=4)
     tower: Any = fx.accelerate(tiny_towers.make("Qwen3VLVisionModel"), config)

@@ -331,17 +331,3 @@ def test_what_a_description_fails_at_is_told_by_the_items() -> None:
 
     with pytest.raises(InputError, match="TypeError: no items"):
         ItemReader(Failing()).read({"count": 1})
-
-
-@settings(max_examples=25)
-@given(
-    st.lists(st.lists(image_grids, min_size=1, max_size=3), min_size=1, max_size=3),
-    st.randoms(use_true_random=False),
-)
-def test_whatever_came_before_results_are_those_of_the_tower(
-    managers: Any, make_batch: Any, sequence: list[Any], order: Any
-) -> None:
-    requests = [make_batch(images, seed=number) for number, images in enumerate([*sequence, *sequence])]
-    order.shuffle(requests)
-    for inputs in requests:
-        assert_right(managers["full"], inputs)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .entries import Entry, OnRows, made, of
+from .entries import Entry, OnRows, of
 from .placing import attend_packed
 
 _AFTER, _OWN, _PACKED = {"place": "after"}, {"layout": "own"}, {"layout": "packed"}
@@ -34,29 +34,20 @@ def _attention_of_one_sequence(x: Tensor) -> Tensor:
 OVER_TOKENS = {
     "less the mean": lambda x: x - x.mean(0),
     "normalized where loud, warmed with zeros": of(_where_loud, warmup="zeros", runs=2),
-    "batch norm that counts": made(lambda: OnRows(nn.BatchNorm1d(8, momentum=None)), least=2),
-    "dropout in training": made(lambda: OnRows(nn.Dropout(0.4))),
+    "batch norm that counts": Entry(lambda: OnRows(nn.BatchNorm1d(8, momentum=None)), least=2),
+    "dropout in training": Entry(lambda: OnRows(nn.Dropout(0.4))),
     "class token first": lambda x: torch.cat([x.new_ones(1, 8), x]),
     "attention over tokens as an op": _attention_of_one_sequence,
 }
 
 # --- the number of tokens in the values, in the sizes and in the branches
 
-
-def _branch_of_fours(x: Tensor) -> Tensor:
-    return x.view(-1, 4, 8).flip(1).reshape(-1, 8) if x.shape[0] % 4 == 0 else x
-
-
 SIZES = {
     "count as a result": lambda x: (x * 2, x.shape[0], x.shape[0] // 4),
-    "branch on multiples of 4": _branch_of_fours,
+    "branch on multiples of 4": lambda x: x.flip(0) if x.shape[0] % 4 == 0 else x,
 }
 
 # --- what the values of tokens, and of integers and truth values beside them, decide
-
-
-def _flagged(x: Tensor, flag: Tensor) -> Tensor:
-    return torch.where(flag, x - x.mean(0), x)
 
 
 def _broken(x: Tensor) -> Tensor:
@@ -66,7 +57,9 @@ def _broken(x: Tensor) -> Tensor:
 
 
 VALUES = {
-    "flagged mean, warmed with the flag off": of(_flagged, warmup="zeros", runs=2),
+    "flagged mean, warmed with the flag off": of(
+        lambda x, flag: torch.where(flag, x - x.mean(0), x), warmup="zeros", runs=2
+    ),
     "branch on the sum": lambda x: x - x.mean(0) if x.sum() > 0 else x + 1,
     "graph break": _broken,
     "first rows by a count": lambda x: x[: int((x[:, 0] > 0).sum())],
@@ -118,24 +111,16 @@ def _attend(x: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, q, q).transpose(1, 2).reshape(x.shape)
 
 
-def _half_and_whole(x: Tensor, quarter: Tensor) -> Tensor:
-    """Coarse tokens, each for four fine ones."""
-    return x[: quarter.shape[0] * 4] + quarter.repeat_interleave(4, 0)
-
-
 SHAPES = {
     "quarter behind": lambda x, quarter: torch.cat([x, quarter]),
-    "quarter repeated, the rest cut": of(_half_and_whole, least=4),
+    "quarter repeated, the rest cut": of(
+        lambda x, quarter: x[: quarter.shape[0] * 4] + quarter.repeat_interleave(4, 0), least=4
+    ),
     "batch attended, then across": of(lambda tiles: _attend(_attend(tiles).transpose(0, 1)), **_OWN),
     "without attention, sorted": of(lambda x: x.sort(0).values, **_OWN),
 }
 
 # --- writes to inputs and buffers, results that are inputs, and results of other kinds
-
-
-def _add_mean(x: Tensor) -> Tensor:
-    x.add_(x.mean(0))
-    return x * 2
 
 
 def _write_view(x: Tensor) -> Tensor:
@@ -159,7 +144,7 @@ class _Stateful(nn.Module):
 def _stateful(
     call: Callable[[Any, Tensor], Tensor], buffers: dict[str, tuple[int, ...]], **options: Any
 ) -> Entry:
-    return made(lambda: _Stateful(call, buffers), **options)
+    return Entry(lambda: _Stateful(call, buffers), **options)
 
 
 def _count(module: Any, x: Tensor) -> Tensor:
@@ -187,7 +172,6 @@ def _structure(x: Tensor) -> dict[str, Any]:
 
 
 EFFECTS = {
-    "mean added in place": _add_mean,
     "written through a view of an input": of(_write_view, least=1, place="before"),
     "calls and tokens counted": _stateful(_count, {"calls": (), "tokens": ()}),
     "table of tokens": _stateful(_cache, {"table": (200, 8)}, **_AFTER),
