@@ -32,7 +32,6 @@ class Entry:
         place: where the forward is, any of several words; only "after" counts if it does not return a tensor
             like `x`.
         warmup: with what inputs the module is warmed up, any of several words.
-        step: what a number of tokens is a multiple of.
         least: the fewest tokens.
         runs: how often it is drawn at least, in one dtype after the other.
     """
@@ -42,7 +41,6 @@ class Entry:
     layout: str = "packed dense"
     place: str = "before after between"
     warmup: str = "none zeros ones random"
-    step: int = 1
     least: int = 0
     runs: int = 1
 

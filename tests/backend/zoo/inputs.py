@@ -40,7 +40,6 @@ INPUTS: dict[str, Input] = {
     "positions": Input(lambda n, dtype, g: torch.randint(3, 50, (n,), generator=g)),
     "flag": Input(lambda n, dtype, g: torch.rand((), generator=g) > 0.2, ()),
     "quarter": Input(lambda n, dtype, g: torch.randn(n // 4, WIDTH, generator=g).to(dtype)),
-    "tiles": Input(lambda n, dtype, g: torch.randn(n, 5, WIDTH, generator=g).to(dtype)),
 }
 
 

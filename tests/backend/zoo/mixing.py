@@ -14,30 +14,19 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .entries import Entry, OnRows, of
-from .placing import attend_packed
+from .placing import attend_packed, attend_sequence
 
 _AFTER, _OWN, _PACKED = {"place": "after"}, {"layout": "own"}, {"layout": "packed"}
+
 # --- statistics, order, neighbours and products of all tokens
-
-
-def _where_loud(x: Tensor) -> Tensor:
-    """Normalizes only where the data ask for it."""
-    greatest = x.abs().amax()
-    return torch.where(greatest > 2, x / greatest, x)
-
-
-def _attention_of_one_sequence(x: Tensor) -> Tensor:
-    q = x.view(1, -1, 2, 4).transpose(1, 2)
-    return F.scaled_dot_product_attention(q, q, q).transpose(1, 2).reshape(-1, 8)
 
 
 OVER_TOKENS = {
     "less the mean": lambda x: x - x.mean(0),
-    "normalized where loud, warmed with zeros": of(_where_loud, warmup="zeros", runs=2),
     "batch norm that counts": Entry(lambda: OnRows(nn.BatchNorm1d(8, momentum=None)), least=2),
     "dropout in training": Entry(lambda: OnRows(nn.Dropout(0.4))),
     "class token first": lambda x: torch.cat([x.new_ones(1, 8), x]),
-    "attention over tokens as an op": _attention_of_one_sequence,
+    "attention over tokens as an op": attend_sequence,
 }
 
 # --- the number of tokens in the values, in the sizes and in the branches
@@ -79,16 +68,6 @@ def _less_the_mean_of_its_segment(x: Tensor, cu: Tensor) -> Tensor:
     return x - (sums / cu.diff().clamp(min=1)[:, None].to(x.dtype))[segment]
 
 
-def _segments_from_lengths(x: Tensor, cu: Tensor) -> Tensor:
-    return attend_packed(x, F.pad(cu.diff().cumsum(0), (1, 0)).to(torch.int32))
-
-
-def _quarters(x: Tensor, cu: Tensor) -> Tensor:
-    """Attention among the tokens, and among their groups of 4."""
-    y = attend_packed(x, cu).view(-1, 4, 8).mean(1)
-    return attend_packed(y, torch.tensor([0, y.shape[0]], dtype=torch.int32))
-
-
 def _cu_changed(x: Tensor, cu: Tensor) -> Tensor:
     y = attend_packed(x, cu)
     cu.add_(1)
@@ -98,25 +77,18 @@ def _cu_changed(x: Tensor, cu: Tensor) -> Tensor:
 SEGMENTS = {
     "means of segments, given back": of(_less_the_mean_of_its_segment, **_PACKED),
     "ends changed": of(_cu_changed, **_OWN),
-    "segments from lengths": of(_segments_from_lengths, **_OWN),
-    "segments of quarters": of(_quarters, step=4, **_OWN),
+    "segments from lengths": of(
+        lambda x, cu: attend_packed(x, F.pad(cu.diff().cumsum(0), (1, 0)).to(torch.int32)), **_OWN
+    ),
 }
 
-# --- inputs of more than one length, and dimensions elsewhere
-
-
-def _attend(x: Tensor) -> Tensor:
-    """(batch, tokens, 8): attention within every entry of the batch."""
-    q = x.view(x.shape[0], x.shape[1], 2, 4).transpose(1, 2)
-    return F.scaled_dot_product_attention(q, q, q).transpose(1, 2).reshape(x.shape)
-
+# --- inputs of more than one length
 
 SHAPES = {
     "quarter behind": lambda x, quarter: torch.cat([x, quarter]),
     "quarter repeated, the rest cut": of(
         lambda x, quarter: x[: quarter.shape[0] * 4] + quarter.repeat_interleave(4, 0), least=4
     ),
-    "batch attended, then across": of(lambda tiles: _attend(_attend(tiles).transpose(0, 1)), **_OWN),
     "without attention, sorted": of(lambda x: x.sort(0).values, **_OWN),
 }
 
@@ -154,12 +126,6 @@ def _count(module: Any, x: Tensor) -> Tensor:
     return x * module.calls
 
 
-def _cache(module: Any, x: Tensor) -> Tensor:
-    """Writes the tokens over the first ones of a table."""
-    module.table[: x.shape[0]] = x
-    return module.table.sum(0)
-
-
 def _replace(module: Any, x: Tensor) -> Tensor:
     """The buffer is another tensor after every call."""
     y = x - module.mean
@@ -174,7 +140,6 @@ def _structure(x: Tensor) -> dict[str, Any]:
 EFFECTS = {
     "written through a view of an input": of(_write_view, least=1, place="before"),
     "calls and tokens counted": _stateful(_count, {"calls": (), "tokens": ()}),
-    "table of tokens": _stateful(_cache, {"table": (200, 8)}, **_AFTER),
     "buffer replaced": _stateful(_replace, {"mean": (8,)}, least=1),
     "a part of an input": of(lambda x, ids: (x - x.mean(0), ids[1:]), **_AFTER),
     "a result and a view": lambda x: (y := x - x.mean(0), y[1:], y.t()),
