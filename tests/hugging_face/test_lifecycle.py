@@ -299,15 +299,11 @@ def test_another_function_in_the_tower_runs(replaced: str, halved_attention: str
     assert case.misses() == {MissReason.FOREIGN_CODE: 2}
 
 
-def add_adapters(model: Any, *layers: str) -> Any:
-    peft = pytest.importorskip("peft")
-    torch.manual_seed(3)
-    return peft.get_peft_model(model, peft.LoraConfig(r=2, init_lora_weights=False, target_modules=layers))
-
-
 def test_adapters_of_the_language_model_leave_the_tower_captured(case: Case) -> None:
+    peft = pytest.importorskip("peft")
     for model in (case.model, case.reference):
-        add_adapters(model, "q_proj", "v_proj")
+        torch.manual_seed(3)
+        peft.get_peft_model(model, peft.LoraConfig(r=2, init_lora_weights=False, target_modules=["q_proj"]))
     inputs = case.tiny.inputs([case.tiny.images[:1]])
     assert torch.equal(generated(case.model, inputs), generated(case.reference, inputs))
     assert case.misses() == {MissReason.DISABLED: 1}
@@ -411,17 +407,14 @@ def test_inputs_that_no_capture_takes_are_the_towers_own_errors(case: Case) -> N
     assert case.misses() == {MissReason.UNSUPPORTED_INPUT: 2}
 
 
-def compiled(tower: Any, pixels: torch.Tensor) -> Any:
-    return torch.compile(tower, backend="eager", fullgraph=True)
-
-
-def traced(tower: Any, pixels: torch.Tensor) -> Any:
-    return torch.jit.trace(tower, pixels, strict=False)
-
-
 @of_tiles
 @pytest.mark.parametrize(
-    ("trace", "reason"), [(compiled, MissReason.OUTER_TRACE), (traced, MissReason.DISABLED)]
+    ("trace", "reason"),
+    [
+        (lambda tower, _: torch.compile(tower, backend="eager", fullgraph=True), MissReason.OUTER_TRACE),
+        (lambda tower, pixels: torch.jit.trace(tower, pixels, strict=False), MissReason.DISABLED),
+    ],
+    ids=["compiled", "traced"],
 )
 @torch.no_grad()
 def test_whoever_traces_the_tower_gets_the_untouched_one(
