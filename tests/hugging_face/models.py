@@ -50,14 +50,9 @@ def patches(images: Sequence[Item], videos: Sequence[Item], generator: torch.Gen
     return inputs
 
 
-def arguments_of(vision: dict[str, Any], text: dict[str, Any], special: dict[str, Any]) -> dict[str, Any]:
-    """Of a configuration: of the tower, of the language model, and its tokens and options."""
-    return {"text_config": {**TEXT, **text}, "vision_config": vision, **special}
-
-
 QWEN3_VL = TinyModel(
     "Qwen3VL",
-    arguments_of(DEEPSTACK, QWEN3_TEXT, SPECIAL),
+    {"text_config": TEXT | QWEN3_TEXT, "vision_config": DEEPSTACK, **SPECIAL},
     patches,
     lambda image: [(IMAGE, image[0] * image[1] // 4)],
     ((4, 6), (2, 4), (6, 6)),
@@ -144,7 +139,8 @@ def of_tiles(
     def runs(image: Item) -> Runs:
         return [(IMAGE, tokens(image))]
 
-    return TinyModel(family, arguments_of(vision, text, special), pixels, runs, images, **options)
+    arguments = {"text_config": TEXT | text, "vision_config": vision, **special}
+    return TinyModel(family, arguments, pixels, runs, images, **options)
 
 
 BY_ID, BY_INDEX = {"image_token_id": IMAGE}, {"image_token_index": IMAGE}

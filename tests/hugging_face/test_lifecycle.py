@@ -9,7 +9,7 @@ import copy
 import inspect
 import io
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -274,27 +274,21 @@ def test_hooks_inside_the_tower_run(case: Case, caplog: pytest.LogCaptureFixture
     assert case.misses()[MissReason.FOREIGN_CODE] == before[MissReason.FOREIGN_CODE]
 
 
-@pytest.fixture
-def halved_attention() -> Iterator[str]:
-    """An attention function of the user's own."""
-
+@pytest.mark.parametrize("replaced", ["forward of a block", "attention function"])
+def test_another_function_in_the_tower_runs(
+    replaced: str, case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def halved(*args: Any, **kwargs: Any) -> Any:
         output, weights = sdpa_attention_forward(*args, **kwargs)
         return output / 2, weights
 
-    AttentionInterface.register("halved", halved)
-    yield "halved"
-    AttentionInterface._global_mapping.pop("halved")
-
-
-@pytest.mark.parametrize("replaced", ["forward of a block", "attention function"])
-def test_another_function_in_the_tower_runs(replaced: str, halved_attention: str, case: Case) -> None:
+    monkeypatch.setitem(AttentionInterface._global_mapping, "halved", halved)
     for model, tower in ((case.model, case.tower), (case.reference, case.reference_tower)):
         own = tower.blocks[0].forward
         if replaced == "forward of a block":
             tower.blocks[0].forward = lambda *args, own=own, **kwargs: 2 * own(*args, **kwargs)
         else:
-            model.set_attn_implementation({"vision_config": halved_attention})
+            model.set_attn_implementation({"vision_config": "halved"})
     case.assert_as_reference()
     assert case.misses() == {MissReason.FOREIGN_CODE: 2}
 
