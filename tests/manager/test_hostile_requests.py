@@ -191,6 +191,7 @@ GRIDS: dict[str, tuple[Any, str]] = {
     "lists of wide tensors": ([torch.ones(1).long().expand(FAR)], "rows of three integers"),
     "rows of hostile objects": ([Raises()], "rows of three integers .*an object of Raises"),
     "on the meta device": (torch.ones(1, 3, device="meta").long(), "rows of three integers"),
+    "sparse": (torch.ones(1, 3).long().to_sparse(), "rows of three integers"),
     "text": ("1, 4, 7", "rows of three integers .*'1, 4, 7'"),
     "an iterator": (count(), "rows of three integers"),
     "a list in itself": (ENDLESS, "rows of three integers"),

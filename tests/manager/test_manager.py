@@ -266,6 +266,19 @@ def test_what_is_not_a_tower_is_refused() -> None:
 # --- requests of items that came before are not read again
 
 
+def test_pixels_of_other_kinds_are_still_looked_at(
+    full: Any, make_batch: Any, encode: Any, tiny_towers: Any
+) -> None:
+    inputs = make_batch([(1, 4, 6)])
+    pixels, expected = inputs["pixel_values"], encode(tiny_towers.reference, inputs)
+    for _ in range(2):
+        for other in (pixels, pixels.double(), list(pixels.split(5))):
+            assert_equal_items(full.execute({**inputs, "pixel_values": other}), expected)
+        for wrong in (pixels[1:], pixels[:, 1:], pixels.bool(), pixels.to("meta"), None, []):
+            with pytest.raises(InputError, match="pixel_values"):
+                full.execute({**inputs, "pixel_values": wrong})
+
+
 @pytest.mark.parametrize("kept", [1, 3])
 def test_little_is_kept(
     full: Any, make_batch: Any, assert_as_eager: Any, monkeypatch: pytest.MonkeyPatch, kept: int
