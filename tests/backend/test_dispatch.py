@@ -57,20 +57,6 @@ def dynamic(x: Tensor, *dims: int) -> Tensor:
     return x
 
 
-@pytest.mark.slow
-def test_inference_mode_and_no_grad_take_turns() -> None:
-    module = ClipLike()
-    compiled = compile_it(module, token_budgets=[4])
-    kept = []
-    for turn in range(6):
-        with torch.inference_mode() if turn % 2 else torch.no_grad():
-            x = images(2 + turn % 3)
-            kept.append((compiled(x), module(x)))
-    for got, expected in kept:
-        torch.testing.assert_close(got, expected)
-        assert not got.requires_grad
-
-
 class WithMlp(ClipLike):
     """With a hidden width of 120, which may be padded to 128."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,15 +13,7 @@ from tests.manager.packings import packed_items, packings
 from tests.small_tower import FEATURES, SmallAdapter
 from tests.towers.tiny_inputs import Item, PackedInputs
 
-pytestmark = pytest.mark.usefixtures("fresh_dynamo")
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("fresh_dynamo", "one_thread")
 
 
 def compiled(module: Any, **options: Any) -> Any:

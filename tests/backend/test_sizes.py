@@ -127,7 +127,8 @@ def test_batches_that_recur_are_captured_and_weights_followed(
 ) -> None:
     module = made_of(make)
     compiled = compile_it(module)
-    kept = [(got, [each.clone() for each in got]) for got in served_batches(compiled, module)]
+    served = [assert_served(compiled, module, images(batch)) for batch in (1, 2, 2, 1, 3, 3, 2, 1)]
+    kept = [(got, [each.clone() for each in got]) for got in served]
     hits, misses, captures = counts(made)
     assert hits + misses == len(kept)
     assert hits >= 5
@@ -136,20 +137,14 @@ def test_batches_that_recur_are_captured_and_weights_followed(
     weight.mul_(1.5)  # in place
     assert_served(compiled, module, images(1))
     assert counts(made)[:2] == (hits + 1, misses)
-    owner, _, name = next(name for name, value in module.named_parameters() if value is weight).rpartition(
-        "."
-    )
+    full_name, _ = next(module.named_parameters())
+    owner, _, name = full_name.rpartition(".")
     setattr(module.get_submodule(owner), name, nn.Parameter(weight * 0.5, requires_grad=False))
     for batch in (1, 1, 2, 2):
         assert_served(compiled, module, images(batch))
     assert counts(made)[0] > hits + 1
     for outputs, contents in kept:  # the caller's own
         assert all(torch.equal(a, b) for a, b in zip(outputs, contents, strict=True))
-
-
-def served_batches(compiled: Any, module: nn.Module) -> list[list[Tensor]]:
-    batches = (1, 2, 2, 1, 3, 3, 2, 1)
-    return [assert_served(compiled, module, images(batch)) for batch in batches]
 
 
 @torch.no_grad()

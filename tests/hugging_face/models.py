@@ -50,14 +50,9 @@ def patches(images: Sequence[Item], videos: Sequence[Item], generator: torch.Gen
     return inputs
 
 
-def arguments_of(vision: dict[str, Any], text: dict[str, Any], special: dict[str, Any]) -> dict[str, Any]:
-    """Of a configuration: of the tower, of the language model, and its tokens and options."""
-    return {"text_config": {**TEXT, **text}, "vision_config": vision, **special}
-
-
 QWEN3_VL = TinyModel(
     "Qwen3VL",
-    arguments_of(DEEPSTACK, QWEN3_TEXT, SPECIAL),
+    {"text_config": TEXT | QWEN3_TEXT, "vision_config": DEEPSTACK, **SPECIAL},
     patches,
     lambda image: [(IMAGE, image[0] * image[1] // 4)],
     ((4, 6), (2, 4), (6, 6)),
@@ -144,12 +139,8 @@ def of_tiles(
     def runs(image: Item) -> Runs:
         return [(IMAGE, tokens(image))]
 
-    return TinyModel(family, arguments_of(vision, text, special), pixels, runs, images, **options)
-
-
-def shuffled(count: int) -> int:
-    """Tokens of tiles of which each four patches are one."""
-    return 4 * count
+    arguments = {"text_config": TEXT | text, "vision_config": vision, **special}
+    return TinyModel(family, arguments, pixels, runs, images, **options)
 
 
 BY_ID, BY_INDEX = {"image_token_id": IMAGE}, {"image_token_index": IMAGE}
@@ -173,7 +164,7 @@ TILE_MODELS = {
         {**TOWER, "model_type": "idefics3_vision"},
         LLAMA,
         {**BY_ID, "scale_factor": 2},
-        shuffled,
+        lambda count: 4 * count,  # each four patches of a tile are a token
         padded_tiles,
         (1, 3, 2),
     ),

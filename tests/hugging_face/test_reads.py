@@ -64,11 +64,6 @@ class Case:
             got, expected = (read(each(*args, **kwargs)) for each in (self.model, self.reference))
         assert_close(got, expected)
 
-    def features(self, **inputs: Any) -> None:
-        with torch.no_grad():
-            got, expected = (each.get_image_features(**inputs) for each in (self.model, self.reference))
-        assert_close(got, expected)
-
     def misses(self) -> dict[MissReason, int]:
         return {
             reason: n for reason, n in fx.stats(self.model).misses.items() if reason != MissReason.DISABLED
@@ -188,25 +183,22 @@ def sizes(case: Case, *wanted: int) -> int:
     return case.misses().get(MissReason.NEW_SHAPE, 0) - before
 
 
-@pytest.fixture
-def many() -> Case:
-    return tower()
-
-
-def test_a_size_that_recurs_takes_the_place_of_the_one_that_was_used_least_recently(many: Case) -> None:
+def test_a_size_that_recurs_takes_the_place_of_the_one_that_was_used_least_recently() -> None:
+    case = tower()
     first = [4 * n for n in range(5, 13)]
-    assert sizes(many, *first, *first, *first) == 8
-    assert sizes(many, 64, 64, 64) == 1
-    assert sizes(many, *first[1:]) == 0
-    assert sizes(many, first[0]) == 1
+    assert sizes(case, *first, *first, *first) == 8
+    assert sizes(case, 64, 64, 64) == 1
+    assert sizes(case, *first[1:]) == 0
+    assert sizes(case, first[0]) == 1
     others = [4 * n for n in range(20, 28)]
-    assert sizes(many, *others * 5) < 20
-    assert sizes(many, *others) == 0
+    assert sizes(case, *others * 5) < 20
+    assert sizes(case, *others) == 0
 
 
-def test_more_sizes_than_places_are_not_captured_in_turn(many: Case, made: list[type]) -> None:
+def test_more_sizes_than_places_are_not_captured_in_turn(made: list[type]) -> None:
+    case = tower()
     rotating = [4 * n for n in range(5, 25)]
-    assert sizes(many, *rotating * 10) < 150
+    assert sizes(case, *rotating * 10) < 150
     assert len(made) < 20
 
 

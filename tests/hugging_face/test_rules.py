@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -35,8 +36,11 @@ class Tower(transformers.PreTrainedModel):
         self.wide = nn.Linear(8, 5)
         self.post_init()
 
+    def rows(self, pixel_values: torch.Tensor) -> torch.Tensor:
+        return self.patches(pixel_values).flatten(2).transpose(1, 2)
+
     def forward(self, pixel_values: torch.Tensor) -> Any:
-        rows = self.patches(pixel_values).flatten(2).transpose(1, 2)
+        rows = self.rows(pixel_values)
         return BaseModelOutputWithPooling(last_hidden_state=rows, pooler_output=self.wide(rows.mean(1)))
 
 
@@ -93,8 +97,7 @@ def test_images_of_another_dtype() -> None:
 
     class Returns(Tower):
         def forward(self, pixel_values: torch.Tensor) -> Any:
-            output = super().forward(pixel_values.to(self.dtype))
-            return BaseModelOutput(last_hidden_state=output.last_hidden_state.to(pixel_values.dtype))
+            return BaseModelOutput(self.rows(pixel_values.to(self.dtype)).to(pixel_values.dtype))
 
     for kind, hits in ((Converts, 1), (Returns, 0)):
         model = fx.accelerate(tower(kind), SETTINGS)
@@ -129,66 +132,52 @@ def test_a_text_model_has_words_of_its_own() -> None:
     assert "looked at the model (GPT2Model), wte (Embedding)" in text
 
 
-class Random(Tower):
-    def forward(self, pixel_values: torch.Tensor) -> Any:
-        output = super().forward(pixel_values)
-        return BaseModelOutput(last_hidden_state=output.last_hidden_state + torch.rand(1))
+# By the name of its class: the forward of a tower, and why it is refused.
+REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
+    "Random": (
+        lambda self, pixel_values: BaseModelOutput(self.rows(pixel_values) + torch.rand(1)),
+        "it draws random numbers: aten.rand.default",
+    ),
+    "Flat": (
+        lambda self, pixel_values: BaseModelOutput(self.rows(pixel_values).flatten(0, 1)),
+        "its last_hidden_state has the shape (16, 8) for one image and (32, 8) for two, not a row",
+    ),
+    "Bare": (
+        lambda self, pixel_values: self.rows(pixel_values),
+        "it returns a Tensor, not an output with fields",
+    ),
+    "Gridded": (
+        lambda self, pixel_values, grid_thw: BaseModelOutput(self.rows(pixel_values)),
+        "its forward makes no cu_seqlens by transformers.vision_utils",
+    ),
+    "Reads": (
+        lambda self, pixel_values: BaseModelOutput(self.rows(pixel_values) * pixel_values.sum().item()),
+        "a call with images of (1, 3, 16, 16) raises DataDependentOutputException: ",
+    ),
+    "Codes": (
+        lambda self, pixel_values: BaseModelOutput(self.rows(pixel_values).argmax(-1)),
+        "its fields are of torch.int64; a capture has one dtype, of floating point numbers",
+    ),
+}
 
 
-class Flat(Tower):
-    def forward(self, pixel_values: torch.Tensor) -> Any:
-        return BaseModelOutput(
-            last_hidden_state=super().forward(pixel_values).last_hidden_state.flatten(0, 1)
-        )
+def refused(name: str) -> Any:
+    return tower(type(name, (Tower,), {"forward": REFUSED[name][0]}))
 
 
-class Bare(Tower):
-    def forward(self, pixel_values: torch.Tensor) -> Any:
-        return super().forward(pixel_values).last_hidden_state
-
-
-class Gridded(Tower):
-    def forward(self, pixel_values: torch.Tensor, grid_thw: Any) -> Any:
-        return super().forward(pixel_values)
-
-
-class Reads(Tower):
-    def forward(self, pixel_values: torch.Tensor) -> Any:
-        return super().forward(pixel_values * (1 if pixel_values.sum().item() > 0 else 2))
-
-
-class Codes(Tower):
-    def forward(self, pixel_values: torch.Tensor) -> Any:
-        return BaseModelOutput(last_hidden_state=super().forward(pixel_values).last_hidden_state.argmax(-1))
-
-
-@pytest.mark.parametrize(
-    ("kind", "reason"),
-    [
-        (Random, "it draws random numbers: aten.rand.default"),
-        (Flat, r"its last_hidden_state has the shape (16, 8) for one image and (32, 8) for two, not a row"),
-        (Bare, "it returns a Tensor, not an output with fields"),
-        (Gridded, "its forward makes no cu_seqlens by transformers.vision_utils"),
-        (Reads, "a call with images of (1, 3, 16, 16) raises DataDependentOutputException: "),
-        (Codes, "its fields are of torch.int64; a capture has one dtype, of floating point numbers"),
-    ],
-)
-def test_a_refusal_names_the_tower_and_the_reason(kind: type[Tower], reason: str) -> None:
-    model = nn.ModuleDict({"encoder": tower(kind)})
-    text = refusal(model)
-    assert f"ModuleDict has no vision tower that can be served: encoder ({kind.__name__}): {reason}" in text
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_refusal_names_the_tower_and_the_reason(name: str) -> None:
+    text = refusal(nn.ModuleDict({"encoder": refused(name)}))
+    assert f"has no vision tower that can be served: encoder ({name}): {REFUSED[name][1]}" in text
     assert "Wrap it by wrap(tower, DenseTowerSpec(...))" in text
 
 
 def test_another_tower_beside_a_served_one_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    model = nn.ModuleDict({"first": tower(), "second": tower(Gridded)})
+    model = nn.ModuleDict({"first": tower(), "second": refused("Gridded")})
     with caplog.at_level(logging.WARNING, logger="fxsplit_encoder.hugging_face"):
         fx.accelerate(fx.accelerate(model, SETTINGS), SETTINGS)
     (record,) = caplog.records
-    assert record.getMessage() == (
-        "accelerate: left alone: second (Gridded): its forward makes no cu_seqlens by "
-        "transformers.vision_utils"
-    )
+    assert record.getMessage() == f"accelerate: left alone: second (Gridded): {REFUSED['Gridded'][1]}"
 
 
 @torch.no_grad()

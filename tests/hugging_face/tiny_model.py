@@ -119,17 +119,13 @@ class TinyModel:
         inputs: dict[str, Any] = batch([sequence(items, n) for n, items in enumerate(runs)])
         images = [image for one in sequences for image in one]
         if self.token_types:
-            inputs["mm_token_type_ids"] = token_types(inputs["input_ids"])
+            ids = inputs["input_ids"]
+            inputs["mm_token_type_ids"] = (ids == IMAGE).long() + 2 * (ids == VIDEO).long()
         return {**inputs, **(self.pixels(images, videos, generator) if images or videos else {})}
 
     def image_inputs(self, images: Sequence[Item], seed: int = 0) -> dict[str, Any]:
         """Arguments of the model's own features of images."""
         return self.pixels(images, (), torch.Generator().manual_seed(seed))
-
-
-def token_types(ids: torch.Tensor) -> torch.Tensor:
-    """0 for text, 1 for images, 2 for videos."""
-    return (ids == IMAGE).long() + 2 * (ids == VIDEO).long()
 
 
 def randomize(model: nn.Module) -> None:

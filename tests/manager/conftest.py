@@ -7,21 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 
 from fxsplit_encoder.compile import trace
 from fxsplit_encoder.errors import CompileError
 from fxsplit_encoder.manager.tower import named_tensors
-
-
-@pytest.fixture(scope="module")
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
 
 _traced: dict[Any, Any] = {}
 """By what was traced: the program, with the names of its tensors in the tower, or the error."""

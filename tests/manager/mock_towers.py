@@ -100,6 +100,9 @@ class PackedModel(EncoderProtocol, nn.Module):
     `divisor` must not be zero in pad rows, `item` says which rows attend to one another.
     """
 
+    group: ClassVar[int] = 1
+    """Rows of patches for a token."""
+
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -114,7 +117,7 @@ class PackedModel(EncoderProtocol, nn.Module):
         return [ItemSpec(n, n) for n in mm_kwargs["lengths"]]
 
     def select_encoder_cudagraph_items(self, mm_kwargs: dict[str, Any], indices: list[int]) -> dict[str, Any]:
-        parts = mm_kwargs["patches"].split(mm_kwargs["lengths"])
+        parts = mm_kwargs["patches"].split([self.group * n for n in mm_kwargs["lengths"]])
         return {
             "patches": torch.cat([parts[i] for i in indices]),
             "lengths": [mm_kwargs["lengths"][i] for i in indices],

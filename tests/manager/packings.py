@@ -14,9 +14,9 @@ from tests.towers.tiny_inputs import Inputs, Item
 SIDES = (2, 2, 4, 4, 6, 8)
 
 
-def packed_items(count: int, seed: int = 0, videos: bool = True) -> list[Item]:
+def packed_items(count: int, videos: bool = True) -> list[Item]:
     """Images and, every fourth, videos of random grids for packed towers, some of a single token."""
-    numbers = random.Random(seed)
+    numbers = random.Random(0)
 
     def size(modality: str) -> tuple[int, int, int]:
         frames = 1 if modality == "image" else numbers.randint(1, 4)
@@ -26,9 +26,9 @@ def packed_items(count: int, seed: int = 0, videos: bool = True) -> list[Item]:
     return [Item(kind, size(kind), number) for number, kind in enumerate(kinds)]
 
 
-def tile_items(count: int, seed: int = 0) -> list[Item]:
+def tile_items(count: int) -> list[Item]:
     """Images of one to six tiles and videos of as many frames."""
-    numbers = random.Random(seed)
+    numbers = random.Random(0)
     kinds = ["video" if number % 4 == 3 else "image" for number in range(count)]
     return [Item(kind, (numbers.randint(1, 6),), number) for number, kind in enumerate(kinds)]
 

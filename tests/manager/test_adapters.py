@@ -10,7 +10,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.planning.plan import MissReason
@@ -26,18 +25,14 @@ COMPILED = UNCOMPILED.replace(compile=True, piece_compiler="eager")
 INPUTS = batch(3, 2)
 
 
-def add(tower: nn.Module, name: str, rank: int = 2, **kind: Any) -> None:
+def add(tower: Any, name: str, rank: int = 2, **kind: Any) -> None:
     """Adds an adapter with random weights, which becomes active only if it is the first."""
     torch.manual_seed(len(name) + rank)
     vars(tower).pop("peft_config", None)  # of which the next would warn
     lora = peft.LoraConfig(r=rank, init_lora_weights=False, target_modules=["linear"], **kind)
-    active = layer_of(tower).active_adapters if hasattr(tower.linear, "lora_A") else [name]
+    active = tower.linear.active_adapters if hasattr(tower.linear, "lora_A") else [name]
     peft.inject_adapter_in_model(lora, tower, adapter_name=name).eval()
-    layer_of(tower).set_adapter(active)
-
-
-def layer_of(tower: nn.Module) -> Any:
-    return tower.linear
+    tower.linear.set_adapter(active)
 
 
 def tower_with(*names: str, kind: type[PackedModel] = PackedModel) -> Any:
@@ -52,7 +47,7 @@ class Served:
 
     def __init__(self, tower: Any, config: fx.EncoderConfig = UNCOMPILED) -> None:
         self.tower = tower
-        self.layer = layer_of(tower)
+        self.layer = tower.linear
         self.manager = fx.EncoderCudaGraphManager(tower, config)
         self.manager.capture()
         self.captures = 1
@@ -170,10 +165,10 @@ def test_what_is_captured_in_steps_is_given_up_if_the_state_changes() -> None:
     tower = tower_with("default", "other", kind=SplitModel)
     manager = fx.EncoderCudaGraphManager(tower, COMPILED)
     manager.capture(wait=False)
-    layer_of(tower).set_adapter("other")
+    tower.linear.set_adapter("other")
     with pytest.raises(fx.TowerChangedError):
         manager.execute(INPUTS)
-    layer_of(tower).set_adapter("default")
+    tower.linear.set_adapter("default")
     for _ in range(2):
         torch.testing.assert_close(manager.execute(INPUTS)[0], alone(tower, INPUTS)[0])
         manager.wait_captured(60)
@@ -188,7 +183,7 @@ def test_captures_in_steps_for_one_more_state() -> None:
     tower = tower_with("default", "other", kind=SplitModel)
     manager = fx.EncoderCudaGraphManager(tower, COMPILED)
     for name in ("default", "other", "default"):
-        layer_of(tower).set_adapter(name)
+        tower.linear.set_adapter(name)
         manager.capture(wait=False)
         assert manager.wait_captured(60)
         torch.testing.assert_close(manager.execute(INPUTS)[0], alone(tower, INPUTS)[0])

@@ -127,6 +127,8 @@ GROUP = 4
 class OrderedTokens(SplitModel):
     """Two layers over tokens of four patches each, in an order that is an input, and back."""
 
+    group = GROUP
+
     def get_encoder_cudagraph_config(self) -> Config:
         return Config(["image"], ["patches", "order", "back", "lengths"], WIDTH)
 
@@ -138,13 +140,6 @@ class OrderedTokens(SplitModel):
 
     def get_encoder_cudagraph_item_specs(self, mm_kwargs: dict[str, Any]) -> list[Any]:
         return [fx.EncoderItemSpec(GROUP * n, n) for n in mm_kwargs["lengths"]]
-
-    def select_encoder_cudagraph_items(self, mm_kwargs: dict[str, Any], indices: list[int]) -> dict[str, Any]:
-        parts = mm_kwargs["patches"].split([GROUP * n for n in mm_kwargs["lengths"]])
-        return {
-            "patches": torch.cat([parts[index] for index in indices]),
-            "lengths": [mm_kwargs["lengths"][index] for index in indices],
-        }
 
     def capture_values(self, budget: int) -> dict[str, Any]:
         return {"patches": torch.randn(GROUP * budget, WIDTH), **self.inputs_of([budget], budget)}

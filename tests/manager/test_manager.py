@@ -126,16 +126,15 @@ def test_plans_are_kept_until_captures_change(full: Any, make_batch: Any) -> Non
     assert full.plan(inputs) is not plan
 
 
-@pytest.fixture
-def pruned_videos(tiny_towers: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A tower whose videos lose tokens by their content, so that only images have sizes known before."""
-    monkeypatch.setattr(tiny_towers.wrapped, "modalities", ("image",), raising=False)
-    return tiny_towers.wrapped
-
-
 def test_videos_that_are_not_captured_leave_images_their_replays(
-    pruned_videos: Any, make_captured: Any, make_batch: Any, assert_as_eager: Any
+    tiny_towers: Any,
+    make_captured: Any,
+    make_batch: Any,
+    assert_as_eager: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """As of a tower whose videos lose tokens by their content, so that images alone have known sizes."""
+    monkeypatch.setattr(tiny_towers.wrapped, "modalities", ("image",), raising=False)
     manager = make_captured(mode="full")
     assert manager.limits.max_frames_per_batch == 0
     assert manager.supports_modality("image") and not manager.supports_modality("video")
@@ -264,61 +263,42 @@ def test_what_is_not_a_tower_is_refused() -> None:
         fx.EncoderCudaGraphManager(nn.Linear(2, 2))
 
 
-def test_a_kernel_that_cannot_run_is_refused_at_once(make_manager: Any) -> None:
-    with pytest.raises(fx.ConfigError, match="attention: torch_flash cannot run on cpu"):
-        make_manager(attention="torch_flash")
+# --- requests of items that came before are not read again
 
 
-# --- requests of items that came before are not read again, and are served as if they were
-
-
-GRID = [(1, 4, 6)]
-
-
-@pytest.fixture
-def manager(make_captured: Any) -> Any:
-    return make_captured(mode="full", debug=False)
-
-
-def assert_right(manager: Any, inputs: dict[str, Any]) -> None:
-    """Every item of a request is what a manager that has seen nothing, and captured nothing, makes of it."""
-    anew = fx.EncoderCudaGraphManager(
-        manager.tower, fx.EncoderConfig(mode="none", compile=False), log_interval=0
-    )
-    for item, expected in zip(manager.execute(inputs), anew.execute(inputs), strict=True):
-        torch.testing.assert_close(item, expected, rtol=1e-4, atol=1e-4)
-
-
-def test_pixels_of_other_kinds_are_still_looked_at(manager: Any, make_batch: Any) -> None:
-    inputs = make_batch(GRID)
-    pixels = inputs["pixel_values"]
+def test_pixels_of_other_kinds_are_still_looked_at(
+    full: Any, make_batch: Any, encode: Any, tiny_towers: Any
+) -> None:
+    inputs = make_batch([(1, 4, 6)])
+    pixels, expected = inputs["pixel_values"], encode(tiny_towers.reference, inputs)
     for _ in range(2):
-        assert_right(manager, inputs)
-        assert_right(manager, {**inputs, "pixel_values": pixels.double()})
-        assert_right(manager, {**inputs, "pixel_values": list(pixels.split(5))})
+        for other in (pixels, pixels.double(), list(pixels.split(5))):
+            assert_equal_items(full.execute({**inputs, "pixel_values": other}), expected)
         for wrong in (pixels[1:], pixels[:, 1:], pixels.bool(), pixels.to("meta"), None, []):
             with pytest.raises(InputError, match="pixel_values"):
-                manager.execute({**inputs, "pixel_values": wrong})
+                full.execute({**inputs, "pixel_values": wrong})
 
 
 @pytest.mark.parametrize("kept", [1, 3])
-def test_little_is_kept(manager: Any, make_batch: Any, monkeypatch: pytest.MonkeyPatch, kept: int) -> None:
+def test_little_is_kept(
+    full: Any, make_batch: Any, assert_as_eager: Any, monkeypatch: pytest.MonkeyPatch, kept: int
+) -> None:
     monkeypatch.setattr(request_plans, "_KEPT_ITEMS", kept)
     monkeypatch.setattr("fxsplit_encoder.manager.request_plans._KEPT_PLANS", kept)
-    read, ask = [], manager.tower.get_encoder_cudagraph_item_specs
+    read, ask = [], full.tower.get_encoder_cudagraph_item_specs
 
     def watched(mm_kwargs: dict[str, Any]) -> Any:
         read.append(mm_kwargs)
         return ask(mm_kwargs)
 
-    monkeypatch.setattr(manager.tower, "get_encoder_cudagraph_item_specs", watched)
+    monkeypatch.setattr(full.tower, "get_encoder_cudagraph_item_specs", watched)
     plans: list[Any] = []
     for height in (2, 4, 6, 8, 4, 2):
         inputs = make_batch([(1, height, 2)])
-        plans.append(manager.plan(inputs))
-        assert manager.plan(inputs) is plans[-1]
+        plans.append(full.plan(inputs))
+        assert full.plan(inputs) is plans[-1]
     assert len(read) == 6 and plans[-1] is not plans[0] and plans[-2] is not plans[1]
-    assert_right(manager, make_batch([(1, 2, 2)]))
+    assert_as_eager(full, make_batch([(1, 2, 2)]))
 
 
 def test_what_a_description_fails_at_is_told_by_the_items() -> None:
@@ -331,17 +311,3 @@ def test_what_a_description_fails_at_is_told_by_the_items() -> None:
 
     with pytest.raises(InputError, match="TypeError: no items"):
         ItemReader(Failing()).read({"count": 1})
-
-
-@settings(max_examples=25)
-@given(
-    st.lists(st.lists(image_grids, min_size=1, max_size=3), min_size=1, max_size=3),
-    st.randoms(use_true_random=False),
-)
-def test_whatever_came_before_results_are_those_of_the_tower(
-    managers: Any, make_batch: Any, sequence: list[Any], order: Any
-) -> None:
-    requests = [make_batch(images, seed=number) for number, images in enumerate([*sequence, *sequence])]
-    order.shuffle(requests)
-    for inputs in requests:
-        assert_right(managers["full"], inputs)

@@ -18,6 +18,8 @@ from tests.towers.dense_models import random_tiles
 from tests.towers.random_weights import randomize
 from tests.towers.tiny_tiles import internvl_config
 
+from . import managers
+
 SETTINGS: dict[str, Any] = {
     "token_budgets": (4, 16),
     "max_items_per_batch": 2,
@@ -181,20 +183,13 @@ def internvl() -> Any:
     return randomize(InternVLModel(internvl_config({"hidden_size": 144}, 2))).bfloat16()
 
 
-def captured_tiles(module: Any, **settings: Any) -> Any:
-    limits = {"token_budgets": (4, 8, 32), "max_items_per_batch": 4, "debug": True}
-    manager = fx.EncoderCudaGraphManager(fx.wrap(module), fx.EncoderConfig(**{**limits, **settings}))
-    if settings.get("enabled", True):
-        manager.capture()
-    return manager
-
-
 def test_queries_keys_and_values_come_from_one_layer_that_is_kept_once_where_heads_are_made_wide() -> None:
     inner, changed = internvl(), internvl()
     for parameter in changed.parameters():
         parameter.mul_(1.25)
     passes = ("conv_to_linear", "dense_attention", "merged_projections", "wide_heads")
-    manager = captured_tiles(inner, mode="piecewise", passes=passes)
+    limits = (4, 8, 32)
+    manager = managers.captured(fx.wrap(inner), mode="piecewise", passes=passes, token_budgets=limits)
     program = manager.programs["default"].program
     assert program.pass_report == {**dict.fromkeys(passes, 2), "conv_to_linear": 1}
     assert program.padding.proved and program.num_distinct == len(program.pieces) == 3
@@ -203,7 +198,7 @@ def test_queries_keys_and_values_come_from_one_layer_that_is_kept_once_where_hea
     results = []
     for reference in (inner, changed):
         inner.load_state_dict(reference.state_dict())
-        plain = captured_tiles(copy.deepcopy(reference), enabled=False)
+        plain = managers.manager_of(fx.wrap(copy.deepcopy(reference)), enabled=False, token_budgets=limits)
         for count in (1, 3):
             batch = {"pixel_values": random_tiles(count).bfloat16(), "num_patches": [count]}
             (found,), (expected,) = manager.execute(batch), plain.execute(batch)

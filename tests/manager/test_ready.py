@@ -218,12 +218,7 @@ def test_what_waits_for_the_end(tmp_path: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [
-        {"mode": "breakable"},
-        {"compile": False, "piece_compiler": "auto"},
-        {"enabled": False},
-    ],
+    "changes", [{"mode": "breakable"}, {"compile": False, "piece_compiler": "auto"}, {"enabled": False}]
 )
 def test_where_nothing_compiles_all_is_done_at_once(changes: dict[str, Any]) -> None:
     config = CONFIG.replace(**changes)

@@ -158,7 +158,7 @@ def test_what_is_captured_is_the_tower_as_it_is_then(before: str) -> None:
 
 
 @torch.no_grad()
-def test_with_time_between_looks_a_change_is_seen_at_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_time_between_looks_a_change_is_seen_at_the_next() -> None:
     manager, inputs = make(UNCOMPILED.replace(weight_check_seconds=3600.0))
     manager.capture()
     assert_right(manager, inputs)
@@ -224,11 +224,6 @@ def layers(inner: Any) -> list[Any]:
     return [m for n, m in inner.named_modules() if isinstance(m, nn.Linear) and ".mlp." in n]
 
 
-def exchange(inner: Any, source: Any) -> None:
-    for layer, other in zip(layers(inner), layers(source), strict=True):
-        layer.weight = other.weight
-
-
 @pytest.fixture
 def pixels() -> Tensor:
     return torch.randn(24, FEATURES, generator=torch.Generator().manual_seed(0))
@@ -254,7 +249,8 @@ def test_exchanged_parameters_are_those_of_the_next_call(pixels: Tensor, compile
     encode = make_encode(inner, pixels, compiles=compiles)
     for seed in (0, 3):
         for each in (inner, reference):
-            exchange(each, tower(seed))
+            for layer, other in zip(layers(each), layers(tower(seed)), strict=True):
+                layer.weight = other.weight
         torch.testing.assert_close(encode(), reference(pixels, GRID), rtol=1e-4, atol=1e-5)
     for weight in (layer.weight for each in (inner, reference) for layer in layers(each)):
         weight.values.neg_()

@@ -12,6 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -188,7 +189,7 @@ def test_lent_work_that_nobody_wants_any_more_is_not_done(threads: ThreadPoolExe
     assert not done
 
 
-def test_it_is_all_four_contexts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_all_four_contexts() -> None:
     turns, kernels = Turns(), Choosers()
     before = [chooser.current.get(None) for chooser in kernels.all]
     with pytest.raises(KeyError), torch.inference_mode():
@@ -232,28 +233,20 @@ class Scene:
         self.where = "beside"
         self.log: list[tuple[str, str]] = []
 
-        def kernel(name: str) -> FakeKernel:
-            def note(out: torch.Tensor) -> torch.Tensor:
-                self.log.append((name, self.where))
-                return out
-
-            return FakeKernel(name, change=note)
-
         def clock(call: Callable[[], object], shape: AttentionShape) -> float:
             self.log.append(("clock", self.where))
             return 7.0
 
         stores = () if directory is None else (lambda device: KernelStore("measured", {}, directory),)
-        kernels = [kernel("one"), kernel("two")]
+        kernels = [self.kernel("one"), self.kernel("two")]
         self.chooser = KernelChooser(measurements=Measurements(kernels, Everywhere(clock), *stores))
 
-    @contextlib.contextmanager
-    def at(self, where: str) -> Iterator[None]:
-        self.where = where
-        try:
-            yield
-        finally:
-            self.where = "beside"
+    def kernel(self, name: str, kind: type[FakeKernel] = FakeKernel) -> FakeKernel:
+        def note(out: torch.Tensor) -> torch.Tensor:
+            self.log.append((name, self.where))
+            return out
+
+        return kind(name, change=note)
 
     def run(self, *shapes: AttentionShape) -> None:
         for shape in shapes:
@@ -263,7 +256,7 @@ class Scene:
             pause()
 
     def work(self, *shapes: AttentionShape) -> None:
-        with pausing_by(Pauses(lambda: None, around=lambda: self.at("turn"))):
+        with pausing_by(Pauses(lambda: None, around=lambda: mock.patch.object(self, "where", "turn"))):
             compare_between_requests(lambda: self.run(*shapes), CPU)
 
 
@@ -304,15 +297,10 @@ def test_a_run_and_one_timing_have_the_turn_and_checks_have_not() -> None:
 def test_what_is_found_is_what_a_capture_would_have_found() -> None:
     scene, at_once = Scene(), Scene()
     scene.work(CAPTURED, KNOWN)
-    with measuring():
-        for shape in (CAPTURED, KNOWN):
-            at_once.chooser.ranking(shape)
+    measure(at_once, CAPTURED, KNOWN)
     assert table(scene) == table(at_once) and len(table(scene)) == 7
-    with measuring():
-        log = len(scene.log)
-        for shape in (CAPTURED, KNOWN):
-            scene.chooser.ranking(shape)
-    assert len(scene.log) == log, "nothing is left to compare"
+    measure(scene, CAPTURED, KNOWN)
+    assert not scene.log, "nothing is left to compare"
 
 
 class LateKernel(FakeKernel):
@@ -324,13 +312,7 @@ class LateKernel(FakeKernel):
 def late_scene() -> Scene:
     scene = Scene()
     measurements = scene.chooser.measurements
-    scene.where = "turn"
-
-    def note(out: torch.Tensor) -> torch.Tensor:
-        scene.log.append(("late", scene.where))
-        return out
-
-    measurements.kernels = (*measurements.kernels, LateKernel("late", change=note))
+    measurements.kernels = (*measurements.kernels, scene.kernel("late", LateKernel))
     return scene
 
 

@@ -84,6 +84,7 @@ class Forward:
 
     def __init__(self, fails: dict[int, Exception] | None = None, compiled: bool = True) -> None:
         self.fails = fails or {}
+        self.ran: list[int] = []
         self.program = (
             SimpleNamespace(tokens=lambda rows: 4 * rows, region=SimpleNamespace(frame_lengths=None))
             if compiled
@@ -94,6 +95,7 @@ class Forward:
         return budget
 
     def __call__(self, tokens: int) -> int:
+        self.ran.append(tokens)
         if tokens in self.fails:
             raise self.fails[tokens]
         return tokens
@@ -133,18 +135,11 @@ def test_sizes_that_a_tower_refuses_are_left_out_and_memory_may_run_out() -> Non
 
 
 def test_what_will_be_timed_of_the_towers_own_forward_can_be_run_before() -> None:
-    ran: list[int] = []
-
-    class Noted(Forward):
-        def __call__(self, tokens: int) -> int:
-            ran.append(tokens)
-            return super().__call__(tokens)
-
-    budgets = (4, 10, 16, 20, 40)
-    run_timed(Noted({20: torch.OutOfMemoryError("none left")}), budgets)
-    assert ran == [40, 20, 10]
-    run_timed(Noted(compiled=False), budgets)
-    assert ran == [40, 20, 10], "captures run it"
+    forward, own = Forward({20: torch.OutOfMemoryError("none left")}), Forward(compiled=False)
+    for each in (forward, own):
+        run_timed(each, (4, 10, 16, 20, 40))
+    assert forward.ran == [40, 20, 10]
+    assert own.ran == [], "captures run it"
 
 
 @pytest.mark.usefixtures("as_told")

@@ -56,15 +56,11 @@ def released() -> list[Captures]:
     return []
 
 
-def kept(released: list[Captures], max_bytes: int | None = None) -> OtherStates[Captures]:
-    return OtherStates(released.append, max_bytes)
-
-
 def test_merges_outdate_what_was_made_of_the_weights(released: list[Captures]) -> None:
     peft = pytest.importorskip("peft")
     lora = peft.LoraConfig(r=2, init_lora_weights=False, target_modules=["linear"])
     tower = peft.inject_adapter_in_model(lora, nn.Sequential(OrderedDict(linear=nn.Linear(2, 2)))).eval()
-    others, unmerged = kept(released), Captures(tower)
+    others, unmerged = OtherStates(released.append, None), Captures(tower)
     others.put(unmerged)
     tower.linear.merge()
     merged = Captures(tower)
@@ -81,7 +77,7 @@ def test_merges_outdate_what_was_made_of_the_weights(released: list[Captures]) -
 def test_there_is_room_for_as_much_as_the_largest(
     max_bytes: int | None, left: int, released: list[Captures]
 ) -> None:
-    tower, others = Tower(), kept(released, max_bytes)
+    tower, others = Tower(), OtherStates(released.append, max_bytes)
     made = [of(tower, float(n), num_bytes) for n, num_bytes in enumerate((20, 10, 20))]
     for each in made:
         others.put(each)
@@ -92,7 +88,7 @@ def test_there_is_room_for_as_much_as_the_largest(
 
 
 def test_the_device_has_to_have_room(released: list[Captures], monkeypatch: pytest.MonkeyPatch) -> None:
-    tower, others = Tower(), kept(released)
+    tower, others = Tower(), OtherStates(released.append, None)
     for n in range(3):
         others.put(of(tower, float(n)))
     monkeypatch.setattr(states, "free_bytes", lambda device: 10 * len(released))
@@ -101,7 +97,7 @@ def test_the_device_has_to_have_room(released: list[Captures], monkeypatch: pyte
 
 
 def test_what_cannot_come_back_is_released(released: list[Captures]) -> None:
-    tower, others = Tower(), kept(released)
+    tower, others = Tower(), OtherStates(released.append, None)
     before = of(tower, 1.0)
     others.put(before)
     tower.layer = nn.LayerNorm(2)

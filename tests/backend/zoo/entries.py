@@ -4,7 +4,7 @@ An entry is a function whose parameters name its inputs (`inputs.INPUTS`), or a 
 
     "subtracts the mean": lambda x: x - x.mean(0),
     "pools by id": of(lambda x, ids: x.new_zeros(4, 8).index_add(0, ids, x), least=1),
-    "batch norm": made(lambda: OnRows(nn.BatchNorm1d(8))),
+    "batch norm": Entry(lambda: OnRows(nn.BatchNorm1d(8))),
 
 It is put behind attention, before it, or between two (`placing`), so that what it does lies in the region
 that the backend may pad.
@@ -13,16 +13,11 @@ that the backend may pad.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from torch import Tensor, nn
-
-Layout = str
-"""packed: attention over all tokens, kept apart by cumulative lengths; dense: the tokens are a batch, and
-each attends within itself; sequence: the tokens are one sequence of a batch of 1, and nothing counts them;
-own: the entry has its attention, or none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,41 +26,28 @@ class Entry:
 
     Args:
         make: returns a module or a function of the inputs that its parameters name; `x` is (tokens, 8).
-        layout: where attention is, any of several words.
+        layout: any of several words. packed: attention over all tokens, kept apart by cumulative lengths;
+            dense: the tokens are a batch, and each attends within itself; sequence: they are one sequence of
+            a batch of 1, and nothing counts them; own: the entry has its attention, or none.
         place: where the forward is, any of several words; only "after" counts if it does not return a tensor
             like `x`.
         warmup: with what inputs the module is warmed up, any of several words.
-        step: what a number of tokens is a multiple of.
         least: the fewest tokens.
         runs: how often it is drawn at least, in one dtype after the other.
     """
 
     make: Callable[[], Callable[..., Any]]
     _: KW_ONLY
-    layout: Layout = "packed dense"
+    layout: str = "packed dense"
     place: str = "before after between"
     warmup: str = "none zeros ones random"
-    step: int = 1
     least: int = 0
     runs: int = 1
 
 
-made = Entry
-
-
 def of(forward: Callable[..., Any], **options: Any) -> Entry:
     """An entry that is a function; the options are those of `Entry`."""
-    return made(lambda: forward, **options)
-
-
-def entries(*kinds: Mapping[str, Any]) -> dict[str, Entry]:
-    """All kinds in one, by name; what is a bare function becomes an entry."""
-    collected: dict[str, Entry] = {}
-    for kind in kinds:
-        for name, entry in kind.items():
-            assert name not in collected, name
-            collected[name] = entry if isinstance(entry, Entry) else of(entry)
-    return collected
+    return Entry(lambda: forward, **options)
 
 
 def input_names(forward: Callable[..., Any]) -> list[str]:

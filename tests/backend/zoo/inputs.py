@@ -20,24 +20,6 @@ class Input(NamedTuple):
     """Whether a warm-up may replace what it holds."""
 
 
-def normal(*shape: int) -> Callable[[int, torch.dtype, Generator], Tensor]:
-    """Normal numbers; -1 stands for the number of tokens."""
-
-    def make(n: int, dtype: torch.dtype, generator: Generator) -> Tensor:
-        return torch.randn([n if s == -1 else s for s in shape], generator=generator).to(dtype)
-
-    return make
-
-
-def _normal_rows(rows: Callable[[int], int]) -> Callable[[int, torch.dtype, Generator], Tensor]:
-    return lambda n, dtype, g: torch.randn(rows(n), WIDTH, generator=g).to(dtype)
-
-
-def integers(low: int, high: int) -> Callable[[int, torch.dtype, Generator], Tensor]:
-    """One integer a token."""
-    return lambda n, dtype, g: torch.randint(low, high, (n,), generator=g)
-
-
 def _ids(n: int, dtype: torch.dtype, generator: Generator) -> Tensor:
     """Integers below 4, among which there is no 0 in half of the cases."""
     low = int(torch.randint(0, 2, (), generator=generator))
@@ -52,13 +34,12 @@ def _segments(n: int, dtype: torch.dtype, generator: Generator) -> Tensor:
 
 
 INPUTS: dict[str, Input] = {
-    "x": Input(normal(-1, WIDTH)),
+    "x": Input(lambda n, dtype, g: torch.randn(n, WIDTH, generator=g).to(dtype)),
     "cu": Input(_segments, has_values=False),
     "ids": Input(_ids),
-    "positions": Input(integers(3, 50)),
+    "positions": Input(lambda n, dtype, g: torch.randint(3, 50, (n,), generator=g)),
     "flag": Input(lambda n, dtype, g: torch.rand((), generator=g) > 0.2, ()),
-    "quarter": Input(_normal_rows(lambda n: n // 4)),
-    "tiles": Input(normal(-1, 5, WIDTH)),
+    "quarter": Input(lambda n, dtype, g: torch.randn(n // 4, WIDTH, generator=g).to(dtype)),
 }
 
 

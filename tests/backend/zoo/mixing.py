@@ -13,50 +13,30 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .entries import Entry, OnRows, made, of
-from .placing import attend_packed
+from .entries import Entry, OnRows, of
+from .placing import attend_packed, attend_sequence
 
 _AFTER, _OWN, _PACKED = {"place": "after"}, {"layout": "own"}, {"layout": "packed"}
+
 # --- statistics, order, neighbours and products of all tokens
-
-
-def _where_loud(x: Tensor) -> Tensor:
-    """Normalizes only where the data ask for it."""
-    greatest = x.abs().amax()
-    return torch.where(greatest > 2, x / greatest, x)
-
-
-def _attention_of_one_sequence(x: Tensor) -> Tensor:
-    q = x.view(1, -1, 2, 4).transpose(1, 2)
-    return F.scaled_dot_product_attention(q, q, q).transpose(1, 2).reshape(-1, 8)
 
 
 OVER_TOKENS = {
     "less the mean": lambda x: x - x.mean(0),
-    "normalized where loud, warmed with zeros": of(_where_loud, warmup="zeros", runs=2),
-    "batch norm that counts": made(lambda: OnRows(nn.BatchNorm1d(8, momentum=None)), least=2),
-    "dropout in training": made(lambda: OnRows(nn.Dropout(0.4))),
+    "batch norm that counts": Entry(lambda: OnRows(nn.BatchNorm1d(8, momentum=None)), least=2),
+    "dropout in training": Entry(lambda: OnRows(nn.Dropout(0.4))),
     "class token first": lambda x: torch.cat([x.new_ones(1, 8), x]),
-    "attention over tokens as an op": _attention_of_one_sequence,
+    "attention over tokens as an op": attend_sequence,
 }
 
 # --- the number of tokens in the values, in the sizes and in the branches
 
-
-def _branch_of_fours(x: Tensor) -> Tensor:
-    return x.view(-1, 4, 8).flip(1).reshape(-1, 8) if x.shape[0] % 4 == 0 else x
-
-
 SIZES = {
     "count as a result": lambda x: (x * 2, x.shape[0], x.shape[0] // 4),
-    "branch on multiples of 4": _branch_of_fours,
+    "branch on multiples of 4": lambda x: x.flip(0) if x.shape[0] % 4 == 0 else x,
 }
 
 # --- what the values of tokens, and of integers and truth values beside them, decide
-
-
-def _flagged(x: Tensor, flag: Tensor) -> Tensor:
-    return torch.where(flag, x - x.mean(0), x)
 
 
 def _broken(x: Tensor) -> Tensor:
@@ -66,7 +46,9 @@ def _broken(x: Tensor) -> Tensor:
 
 
 VALUES = {
-    "flagged mean, warmed with the flag off": of(_flagged, warmup="zeros", runs=2),
+    "flagged mean, warmed with the flag off": of(
+        lambda x, flag: torch.where(flag, x - x.mean(0), x), warmup="zeros", runs=2
+    ),
     "branch on the sum": lambda x: x - x.mean(0) if x.sum() > 0 else x + 1,
     "graph break": _broken,
     "first rows by a count": lambda x: x[: int((x[:, 0] > 0).sum())],
@@ -86,16 +68,6 @@ def _less_the_mean_of_its_segment(x: Tensor, cu: Tensor) -> Tensor:
     return x - (sums / cu.diff().clamp(min=1)[:, None].to(x.dtype))[segment]
 
 
-def _segments_from_lengths(x: Tensor, cu: Tensor) -> Tensor:
-    return attend_packed(x, F.pad(cu.diff().cumsum(0), (1, 0)).to(torch.int32))
-
-
-def _quarters(x: Tensor, cu: Tensor) -> Tensor:
-    """Attention among the tokens, and among their groups of 4."""
-    y = attend_packed(x, cu).view(-1, 4, 8).mean(1)
-    return attend_packed(y, torch.tensor([0, y.shape[0]], dtype=torch.int32))
-
-
 def _cu_changed(x: Tensor, cu: Tensor) -> Tensor:
     y = attend_packed(x, cu)
     cu.add_(1)
@@ -105,37 +77,22 @@ def _cu_changed(x: Tensor, cu: Tensor) -> Tensor:
 SEGMENTS = {
     "means of segments, given back": of(_less_the_mean_of_its_segment, **_PACKED),
     "ends changed": of(_cu_changed, **_OWN),
-    "segments from lengths": of(_segments_from_lengths, **_OWN),
-    "segments of quarters": of(_quarters, step=4, **_OWN),
+    "segments from lengths": of(
+        lambda x, cu: attend_packed(x, F.pad(cu.diff().cumsum(0), (1, 0)).to(torch.int32)), **_OWN
+    ),
 }
 
-# --- inputs of more than one length, and dimensions elsewhere
-
-
-def _attend(x: Tensor) -> Tensor:
-    """(batch, tokens, 8): attention within every entry of the batch."""
-    q = x.view(x.shape[0], x.shape[1], 2, 4).transpose(1, 2)
-    return F.scaled_dot_product_attention(q, q, q).transpose(1, 2).reshape(x.shape)
-
-
-def _half_and_whole(x: Tensor, quarter: Tensor) -> Tensor:
-    """Coarse tokens, each for four fine ones."""
-    return x[: quarter.shape[0] * 4] + quarter.repeat_interleave(4, 0)
-
+# --- inputs of more than one length
 
 SHAPES = {
     "quarter behind": lambda x, quarter: torch.cat([x, quarter]),
-    "quarter repeated, the rest cut": of(_half_and_whole, least=4),
-    "batch attended, then across": of(lambda tiles: _attend(_attend(tiles).transpose(0, 1)), **_OWN),
+    "quarter repeated, the rest cut": of(
+        lambda x, quarter: x[: quarter.shape[0] * 4] + quarter.repeat_interleave(4, 0), least=4
+    ),
     "without attention, sorted": of(lambda x: x.sort(0).values, **_OWN),
 }
 
 # --- writes to inputs and buffers, results that are inputs, and results of other kinds
-
-
-def _add_mean(x: Tensor) -> Tensor:
-    x.add_(x.mean(0))
-    return x * 2
 
 
 def _write_view(x: Tensor) -> Tensor:
@@ -159,7 +116,7 @@ class _Stateful(nn.Module):
 def _stateful(
     call: Callable[[Any, Tensor], Tensor], buffers: dict[str, tuple[int, ...]], **options: Any
 ) -> Entry:
-    return made(lambda: _Stateful(call, buffers), **options)
+    return Entry(lambda: _Stateful(call, buffers), **options)
 
 
 def _count(module: Any, x: Tensor) -> Tensor:
@@ -167,12 +124,6 @@ def _count(module: Any, x: Tensor) -> Tensor:
     module.calls += 1
     module.tokens += x.shape[0]
     return x * module.calls
-
-
-def _cache(module: Any, x: Tensor) -> Tensor:
-    """Writes the tokens over the first ones of a table."""
-    module.table[: x.shape[0]] = x
-    return module.table.sum(0)
 
 
 def _replace(module: Any, x: Tensor) -> Tensor:
@@ -187,10 +138,8 @@ def _structure(x: Tensor) -> dict[str, Any]:
 
 
 EFFECTS = {
-    "mean added in place": _add_mean,
     "written through a view of an input": of(_write_view, least=1, place="before"),
     "calls and tokens counted": _stateful(_count, {"calls": (), "tokens": ()}),
-    "table of tokens": _stateful(_cache, {"table": (200, 8)}, **_AFTER),
     "buffer replaced": _stateful(_replace, {"mean": (8,)}, least=1),
     "a part of an input": of(lambda x, ids: (x - x.mean(0), ids[1:]), **_AFTER),
     "a result and a view": lambda x: (y := x - x.mean(0), y[1:], y.t()),

@@ -84,7 +84,7 @@ def _draw_counts(rng: random.Random, entry: Entry, budgets: list[int]) -> list[i
     rng.shuffle(counts)
     if counts[0] < 2:
         counts.reverse()
-    return [max(entry.least, n // entry.step * entry.step or min(n, 1) * entry.step) for n in counts]
+    return [max(entry.least, n) for n in counts]
 
 
 def _keeps_shape(entry: Entry) -> bool:
