@@ -27,6 +27,8 @@ from fxsplit_encoder.backend import entry
 from fxsplit_encoder.compile import trace
 from fxsplit_encoder.compile.blocks import block_ops
 
+from .towers.random_weights import randomize
+
 Grid = tuple[int, int, int]
 INPUTS = (("pixel_values", "image_grid_thw"), ("pixel_values_videos", "video_grid_thw"))
 FEATURES = 1536
@@ -81,7 +83,7 @@ class TinyTowers(NamedTuple):
 
 
 def random_tower(seed: int = 0) -> Any:
-    """A Hugging Face tower with random weights, biases and positions, none of them faint, so faults show."""
+    """A Hugging Face tower of four blocks."""
     from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
     from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 
@@ -93,21 +95,7 @@ def random_tower(seed: int = 0) -> Any:
         out_hidden_size=96,
         deepstack_visual_indexes=[1, 2],
     )
-    tower = Qwen3VLVisionModel(config)
-    generator = torch.Generator().manual_seed(1000 + seed)  # not that of the patches
-    with torch.no_grad():
-        for name, parameter in tower.named_parameters():
-            mean, deviation = _distribution(name)
-            parameter.normal_(mean, deviation, generator=generator)
-    return tower.requires_grad_(False).train(False)
-
-
-def _distribution(name: str) -> tuple[float, float]:
-    if name.endswith(".bias"):
-        return 0.0, 0.1
-    if "norm" in name:
-        return 1.0, 0.1
-    return 0.0, 0.5 if name == "pos_embed.weight" else 0.02
+    return randomize(Qwen3VLVisionModel(config), seed, deviation=0.02)
 
 
 def _make_batch(

@@ -6,12 +6,18 @@ import os
 import subprocess
 from pathlib import Path
 
-import pytest
 from bench import CASES, parse
 from cases.encoder import README, README_VARIANTS, make_jobs
 from tables import result_names
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "reproduce.sh"
+
+
+def reproduce(what: str, out: Path, python: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHON": python}
+    return subprocess.run(
+        ["bash", SCRIPT, what, out], env=environment, capture_output=True, text=True, check=False
+    )
 
 
 def asked(what: str, out: Path) -> list[list[str]]:
@@ -20,8 +26,7 @@ def asked(what: str, out: Path) -> list[list[str]]:
     python.write_text(f'#!/bin/bash\necho "$*" >> {out.parent}/asked\n', encoding="utf-8")
     python.chmod(0o755)
     (out.parent / "asked").write_text("", encoding="utf-8")
-    environment = {**os.environ, "PYTHON": str(python)}
-    subprocess.run(["bash", SCRIPT, what, out], env=environment, check=True, capture_output=True)
+    assert reproduce(what, out, str(python)).returncode == 0
     commands = (out.parent / "asked").read_text(encoding="utf-8").splitlines()
     return [command.split()[1:] for command in commands]
 
@@ -48,23 +53,6 @@ def test_the_readme_needs_one_command(tmp_path: Path) -> None:
 
 
 def test_what_fails_is_told(tmp_path: Path) -> None:
-    environment = {**os.environ, "PYTHON": "false"}
-    done = subprocess.run(
-        ["bash", SCRIPT, "readme", tmp_path / "out"],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = reproduce("readme", tmp_path / "out", "false")
     assert done.returncode == 1
     assert "readme: failed" in done.stdout
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_every_case_says_what_it_is(case: str, capsys: pytest.CaptureFixture[str]) -> None:
-    if case == "map_batches":
-        pytest.importorskip("ray", reason="the extra `ray`")
-    with pytest.raises(SystemExit) as ended:
-        parse([case, "--help"])
-    assert ended.value.code == 0
-    assert f"benchmarks/bench.py {case}" in capsys.readouterr().out

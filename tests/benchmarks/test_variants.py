@@ -102,24 +102,20 @@ def test_a_graph_of_a_layout_keeps_all_that_it_reads(
 
 
 def test_what_cannot_run_says_why(make_model: MakeModel) -> None:
-    assert ExactGraph.unavailable("qwen3-vl-8b", "cpu") == "needs CUDA graphs"
-    assert ExactGraph.unavailable("qwen3-vl-8b", "cuda") is None
-    assert Compile.unavailable("qwen3-vl-8b", "cuda") is None
     static = VARIANTS["compile-reduce-overhead"](make_model(), {})
     assert "12 requests" in str(static.why_not(WORKLOADS["packed"]["photos"]))
     assert static.why_not(WORKLOADS["packed"]["mixed8"]) is None
 
 
-@pytest.mark.parametrize("variant", [VllmEager, VllmManager])
+@pytest.mark.parametrize("variant", [ExactGraph, VllmEager, VllmManager])
 def test_where_they_cannot_run(variant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm_variants, "vllm_or_none", lambda: None)
     assert variant.unavailable("qwen3-vl-8b", "cpu") == "needs CUDA graphs"
-    assert variant.unavailable("qwen3-vl-8b", "cuda") == "vLLM is not installed"
+    without = None if variant is ExactGraph else "vLLM is not installed"
+    assert variant.unavailable("qwen3-vl-8b", "cuda") == without
     monkeypatch.setattr(vllm_variants, "vllm_or_none", lambda: "0.33.0")
     assert variant.unavailable("qwen3-vl-8b", "cuda") is None
-
-
-def test_towers_and_workloads_that_are_left_out() -> None:
+    assert Compile.unavailable("qwen3-vl-8b", "cuda") is None
     packed = WORKLOADS["packed"]
     known = VllmEager(SimpleNamespace(name="qwen3-vl-8b"), {})  # type: ignore[arg-type]
     assert known.why_not(packed["1x448"]) is None

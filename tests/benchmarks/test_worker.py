@@ -26,11 +26,11 @@ WORKLOADS = {
 }
 
 
-def run(contest: Callable[[Job], Iterator[Any]], timeout: float, monkeypatch: pytest.MonkeyPatch) -> Any:
+def run(contest: Callable[[Job], Iterator[Any]], monkeypatch: pytest.MonkeyPatch) -> Any:
     """What a job in a process of its own sends, and why it failed; the process inherits the replacement."""
     monkeypatch.setattr(worker, "contest", contest)
     rows: list[Any] = []
-    return rows, run_job(JOB, timeout, rows.append, "fork")
+    return rows, run_job(JOB, 60, rows.append, "fork")
 
 
 def test_rows_arrive_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -38,28 +38,28 @@ def test_rows_arrive_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
         yield {"workload": "start", "cache": os.environ["TORCHINDUCTOR_CACHE_DIR"]}
         yield {"workload": job.workloads[0]}
 
-    (start, row), failure = run(contest, 60, monkeypatch)
+    (start, row), failure = run(contest, monkeypatch)
     assert failure is None
     assert row == {"tower": "tiny", "variant": "eager", "workload": "small"}
     assert not os.path.exists(start["cache"])
 
 
-def test_a_failure_keeps_what_came_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    def contest(job: Job) -> Iterator[Any]:
-        yield {"workload": "small"}
-        raise RuntimeError("no memory\nand much more")
-
-    events, failure = run(contest, 60, monkeypatch)
-    assert (len(events), failure) == (1, "RuntimeError: no memory")
+def fails(job: Job) -> Iterator[Any]:
+    yield {"workload": "small"}
+    raise RuntimeError("no memory\nand much more")
 
 
-def test_a_process_that_dies_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    def contest(job: Job) -> Iterator[Any]:
-        yield {"workload": "small"}
-        os._exit(3)
+def dies(job: Job) -> Iterator[Any]:
+    yield {"workload": "small"}
+    os._exit(3)
 
-    events, failure = run(contest, 60, monkeypatch)
-    assert (len(events), failure) == (1, "the process ended with exit code 3")
+
+@pytest.mark.parametrize(
+    ("contest", "why"), [(fails, "RuntimeError: no memory"), (dies, "the process ended with exit code 3")]
+)
+def test_a_failure_keeps_what_came_before(contest: Any, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    events, failure = run(contest, monkeypatch)
+    assert (len(events), failure) == (1, why)
 
 
 def environment() -> Iterator[processes.Row]:
@@ -95,14 +95,15 @@ def test_what_takes_too_long_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.fixture
-def tiny(make_model: Callable[[], PackedModel], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Jobs get the tiny tower and its workloads."""
+def tiny(make_model: Callable[[], PackedModel], monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Jobs get the tiny tower and its workloads, without gradients."""
     monkeypatch.setattr(worker, "make_model", lambda *_: make_model())
     monkeypatch.setattr(worker, "known_workloads", lambda *_: WORKLOADS)
+    with torch.no_grad():
+        yield
 
 
 @pytest.mark.usefixtures("tiny")
-@torch.no_grad()
 def test_rows_hold_every_number() -> None:
     start, small, pair = worker.contest(JOB)
     assert start["workload"] == "start"
@@ -115,7 +116,6 @@ def test_rows_hold_every_number() -> None:
 
 
 @pytest.mark.usefixtures("tiny")
-@torch.no_grad()
 def test_the_floor_counts_every_request(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("worker._GEMM_SIDE", {"cpu": 64})
     small, pair = worker.floor(Job(**{**vars(JOB), "variant": FLOOR}))
@@ -124,7 +124,6 @@ def test_the_floor_counts_every_request(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.usefixtures("tiny")
-@torch.no_grad()
 def test_what_differs_from_eager_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong(self: Eager, batch: Any) -> Any:
         (output,) = self.model.eager(batch)
@@ -138,7 +137,6 @@ def test_what_differs_from_eager_is_not_timed(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.usefixtures("tiny")
-@torch.no_grad()
 def test_a_row_that_fails_does_not_end_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Eager, "why_not", lambda self, w: "two sizes" if len(w) > 1 else None)
 

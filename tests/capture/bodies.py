@@ -56,15 +56,9 @@ def body_of(steps: Sequence[Step], outputs: Sequence[int]) -> ProgramBody:
     return ProgramBody(program, Bindings([None] * num_slots))
 
 
-def body_calling(
-    call: Callable[[], Sequence[Any]], num_outputs: int = 1, *, can_break: bool = False
-) -> ProgramBody:
+def body_calling(call: Callable[[], Sequence[Any]], *, can_break: bool = False) -> ProgramBody:
     """A program of one piece; with a splitting op that does nothing after it, if it can break."""
-    outputs = tuple(range(num_outputs))
-    steps = [piece(call, outputs=outputs)]
-    if can_break:
-        steps.append(split(lambda: None))
-    return body_of(steps, outputs)
+    return body_of([piece(call, outputs=(0,)), *([split(lambda: None)] if can_break else [])], (0,))
 
 
 def request_of(
@@ -107,10 +101,13 @@ class FakeCuda:
 
 
 class FakeStream:
+    device = torch.device("cuda", 0)
+
     def __init__(self, cuda: FakeCuda, name: str) -> None:
         self.cuda, self.name = cuda, name
 
-    def wait_stream(self, other: object) -> None: ...
+    def wait_stream(self, other: FakeStream) -> None:
+        self.cuda.events.append(f"{self.name} waits for {other.name}")
 
     def wait_event(self, event: object) -> None:
         self.cuda.events.append(f"{self.name} waits")

@@ -63,13 +63,6 @@ def segments_run_in_order_with_what_the_inputs_hold_now(device: str) -> None:
     assert len(seen) == 3
 
 
-def without_a_capture_it_is_the_plain_function(device: str) -> None:
-    assert scaled_by_its_sum.__name__ == "scaled_by_its_sum"
-    assert scaled_by_its_sum.__doc__ == "Reads a value on the host, which no graph may."
-    assert scaled_by_its_sum(ones(device)).tolist() == [4.0] * 4
-    assert active_capture() is None
-
-
 def a_break_inside_a_break_is_a_part_of_it(device: str) -> None:
     x = ones(device)
 
@@ -444,7 +437,6 @@ def a_capture_under_inference_mode_replays_anywhere(device: str) -> None:
 
 CHECKS = [
     segments_run_in_order_with_what_the_inputs_hold_now,
-    without_a_capture_it_is_the_plain_function,
     in_mode_full_breaks_are_plain_functions,
     a_break_inside_a_break_is_a_part_of_it,
     breaks_return_tuples_none_numbers_and_dicts,

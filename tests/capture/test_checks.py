@@ -33,6 +33,11 @@ def captured(request: Any) -> CapturedForward:
     return made
 
 
+def assert_refused(captured: CapturedForward, message: str) -> None:
+    with pytest.raises(ReplayError, match=f"^capture rule {message}"):
+        captured.replay(debug=True)
+
+
 def test_a_replay_that_keeps_the_rules_passes(captured: CapturedForward) -> None:
     assert captured.segment_inputs == ("cu_seqlens",)
     (out,) = captured.replay(debug=True)
@@ -52,16 +57,12 @@ def test_a_replay_that_keeps_the_rules_passes(captured: CapturedForward) -> None
 )
 def test_cumulative_lengths_are_checked(captured: CapturedForward, lengths: list[int], message: str) -> None:
     captured.inputs.tensors["cu_seqlens"].copy_(torch.tensor(lengths))
-    with pytest.raises(ReplayError, match=f"^capture rule 2: {message}"):
-        captured.replay(debug=True)
+    assert_refused(captured, f"2: {message}")
 
 
 def test_pad_rows_of_inputs_are_finite(captured: CapturedForward) -> None:
     captured.inputs.tensors["x"][6, 1, 2] = float("nan")
-    with pytest.raises(
-        ReplayError, match=r"^capture rule 1: x: pad row 6 is not finite; the batch ends at row 5"
-    ):
-        captured.replay(debug=True)
+    assert_refused(captured, "1: x: pad row 6 is not finite; the batch ends at row 5")
 
 
 def test_pad_rows_of_outputs_are_finite(captured: CapturedForward, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,23 +73,18 @@ def test_pad_rows_of_outputs_are_finite(captured: CapturedForward, monkeypatch: 
         captured.outputs[0][3, 0, 0] = float("inf")
 
     monkeypatch.setattr(captured.capture, "replay", spoil)
-    with pytest.raises(
-        ReplayError, match=r"^capture rule 1: output 0: pad row 3 is not finite; the batch ends at row 3"
-    ):
-        captured.replay(debug=True)
+    assert_refused(captured, "1: output 0: pad row 3 is not finite; the batch ends at row 3")
 
 
 def test_ascend_16794_inputs_and_outputs_stay_where_they_are(captured: CapturedForward) -> None:
     tensor = captured.outputs[0]
     kept = tensor.detach()
     tensor.set_(tensor.clone())
-    with pytest.raises(ReplayError, match=r"^capture rule 6: captured output 0 has moved from 0x"):
-        captured.replay(debug=True)
+    assert_refused(captured, "6: captured output 0 has moved from 0x")
     tensor.set_(kept)
     captured.replay(debug=True)
     captured.inputs.tensors["x"].set_(torch.zeros(ROWS, 2, 4))
-    with pytest.raises(ReplayError, match=r"^capture rule 6: x: its captured buffer moved"):
-        captured.replay(debug=True)
+    assert_refused(captured, "6: x: its captured buffer moved")
 
 
 def test_no_output_lies_in_what_a_caller_holds(captured: CapturedForward) -> None:
@@ -98,10 +94,7 @@ def test_no_output_lies_in_what_a_caller_holds(captured: CapturedForward) -> Non
     captured.replay(debug=True)
     view = out[1:2]
     handed_out.add([view])
-    with pytest.raises(
-        ReplayError, match=r"^capture rule 7: output 0 lies in the memory of a tensor \(1, 2, 4\)"
-    ):
-        captured.replay(debug=True)
+    assert_refused(captured, r"7: output 0 lies in the memory of a tensor \(1, 2, 4\)")
 
 
 def test_what_was_handed_out_is_remembered_only_while_it_is_held() -> None:

@@ -30,12 +30,9 @@ from .bodies import body_calling, request_of
 
 
 def request(
-    call: Callable[[], Any] | None = None,
-    *,
-    can_break: bool = True,
-    single_segment: Callable[[], CaptureRequest] | None = None,
+    call: Callable[[], Any] | None = None, single_segment: Callable[[], CaptureRequest] | None = None
 ) -> CaptureRequest:
-    body = body_calling(call or (lambda: [torch.zeros(2)]), can_break=can_break)
+    body = body_calling(call or (lambda: [torch.zeros(2)]), can_break=True)
     return request_of(body, single_segment=single_segment)
 
 

@@ -77,11 +77,6 @@ def test_values_on_the_host_count_for_a_module_on_a_gpu() -> None:
         descriptor(torch.zeros(4097), device=CUDA)
 
 
-def test_what_is_not_hashable_has_no_descriptor() -> None:
-    with pytest.raises(InputError, match="an argument of type set is not hashable"):
-        descriptor({1, 2})
-
-
 # --- what runs eagerly
 
 
@@ -96,7 +91,7 @@ def test_numbers_and_structures_are_told_apart_and_returned() -> None:
     assert (wrapper.captures, wrapper.hits) == (2, 3)
     wrapper(x, options={1})
     assert list(wrapper.misses.values()) == [1]
-    assert "type set is not hashable" in next(iter(wrapper.misses))
+    assert "an argument of type set is not hashable" in next(iter(wrapper.misses))
 
 
 def test_training_and_gradients_run_eagerly() -> None:
@@ -121,15 +116,22 @@ class Writes(nn.Module):
         return x * 2
 
 
-class Custom(nn.Module):
-    def forward(self, x: Tensor) -> Any:
-        return x, object()
+class Function(nn.Module):
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args: Tensor) -> Any:
+        return self.function(*args)
 
 
 @torch.no_grad()
 @pytest.mark.parametrize(
     ("module", "reason"),
-    [(Writes(), "the module writes to an argument"), (Custom(), "the module returned a object")],
+    [
+        (Writes(), "the module writes to an argument"),
+        (Function(lambda x: (x, object())), "the module returned a object"),
+    ],
 )
 def test_what_a_replay_could_not_repeat_runs_eagerly(module: nn.Module, reason: str) -> None:
     wrapper, x = BreakableCUDAGraphWrapper(module.eval()), torch.ones(2)
@@ -151,15 +153,6 @@ class Sparse(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.sparse.mm(self.matrix, x)
-
-
-class Function(nn.Module):
-    def __init__(self, function: Callable[..., Tensor]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, *args: Tensor) -> Tensor:
-        return self.function(*args)
 
 
 def nested(x: Tensor) -> Tensor:

@@ -30,6 +30,14 @@ def parameters() -> list[Any]:
     return [torch.ones(2, 3), torch.full((2, 3), 10.0), None, None, None]
 
 
+@pytest.fixture
+def derived(parameters: list[Any]) -> DerivedParameters:
+    """Of two recipes, filled."""
+    made = DerivedParameters(RECIPES)
+    made.fill(parameters)
+    return made
+
+
 def test_what_only_others_are_derived_from_is_not_kept(parameters: list[Any]) -> None:
     made: list[float] = []
 
@@ -61,9 +69,9 @@ def test_what_only_others_are_derived_from_is_not_kept(parameters: list[Any]) ->
         parameters[0].add_(1)
 
 
-def test_with_its_stamp_the_last_parameters_are_asked_for_their_versions(parameters: list[Any]) -> None:
-    derived = DerivedParameters(RECIPES)
-    derived.fill(parameters)
+def test_with_its_stamp_the_last_parameters_are_asked_for_their_versions(
+    parameters: list[Any], derived: DerivedParameters
+) -> None:
     stamp = derived.stamp
     assert not derived.refresh(stamp) and derived.stamp is stamp
     parameters[0].mul_(3)
@@ -131,10 +139,8 @@ def test_what_comes_from_inference_tensors_is_computed_at_every_run(
 
 
 def test_a_write_without_a_version_is_followed_and_said_once(
-    parameters: list[Any], caplog: pytest.LogCaptureFixture
+    parameters: list[Any], derived: DerivedParameters, caplog: pytest.LogCaptureFixture
 ) -> None:
-    derived = DerivedParameters(RECIPES)
-    derived.fill(parameters)
     for value in (4.0, 5.0):
         stamp, address = derived.stamp, parameters[4].data_ptr()
         parameters[1].data.fill_(value)
@@ -176,9 +182,7 @@ def _derived_parameters(count: int) -> DerivedParameters:
     return derived
 
 
-def test_a_stamp_of_other_parameters_does_not_hold(parameters: list[Any]) -> None:
-    derived = DerivedParameters(RECIPES)
-    derived.fill(parameters)
+def test_a_stamp_of_other_parameters_does_not_hold(parameters: list[Any], derived: DerivedParameters) -> None:
     stamp, first = derived.stamp, parameters[0].data
     parameters[0].data = torch.full((2, 3), 5.0)
     derived.fill(list(parameters))

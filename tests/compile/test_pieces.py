@@ -4,9 +4,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, fx
+from torch._inductor.virtualized import V
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from fxsplit_encoder._torch import inductor
 from fxsplit_encoder.compile.pieces import (
     PIECE_COMPILERS,
     Piece,
@@ -129,10 +131,6 @@ def test_inductor_compiles_pieces_for_every_token_count() -> None:
 
 
 def test_inductor_compiles_pieces_with_long_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    from torch._inductor.virtualized import V
-
-    from fxsplit_encoder._torch import inductor
-
     seen = []
 
     def compile_inner(module: fx.GraphModule, inputs: Any, **settings: Any) -> Any:
@@ -147,8 +145,6 @@ def test_inductor_compiles_pieces_with_long_rows(monkeypatch: pytest.MonkeyPatch
 def test_inductor_keeps_the_strides_of_results_where_channels_come_last(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from fxsplit_encoder._torch import inductor
-
     def convolve(rows: Tensor, depthwise: Tensor, whole: Tensor) -> tuple[Tensor, Tensor]:
         made = torch.nn.functional.conv2d(rows.relu(), depthwise, padding=3, groups=8)
         return made, torch.nn.functional.conv2d(made, whole, padding=1).relu()

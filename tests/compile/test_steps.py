@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,10 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fxsplit_encoder._torch import streams as streams_module
+from fxsplit_encoder._torch import streams
 from fxsplit_encoder.compile.branches import Step, StepBranches
 from fxsplit_encoder.compile.build import slots_in, with_frees, with_joins
 from fxsplit_encoder.compile.program import Ref
+
+from ..capture.bodies import FakeCuda, FakeStream
 
 
 @st.composite
@@ -62,72 +63,46 @@ def test_nothing_is_read_too_early_or_freed_too_soon(steps: list[Step], data: st
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 
-class FakeStreams:
-    """Stands for `torch.cuda` and a GPU's streams: who waited for whom is noted."""
-
-    def __init__(self) -> None:
-        self.notes: list[str] = []
-        self.current = FakeStream(self, "main")
-
-    def sibling(self, main: FakeStream, purpose: str) -> FakeStream:
-        return FakeStream(self, purpose)
-
-    @contextmanager
-    def entered(self, stream: FakeStream) -> Iterator[None]:
-        before, self.current = self.current, stream
-        yield
-        self.current = before
-
-
-class FakeStream:
-    def __init__(self, streams: FakeStreams, name: str) -> None:
-        self.streams, self.name, self.device = streams, name, GPU
-
-    def wait_stream(self, other: FakeStream) -> None:
-        self.streams.notes.append(f"{self.name} waits for {other.name}")
-
-
 @pytest.fixture
-def streams(monkeypatch: pytest.MonkeyPatch) -> FakeStreams:
-    fakes = FakeStreams()
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: fakes.current)
-    monkeypatch.setattr(torch.cuda, "stream", fakes.entered)
-    monkeypatch.setattr(streams_module, "capture_streams", lambda device: fakes)
-    return fakes
+def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+    fake = FakeCuda(monkeypatch)
+    made = SimpleNamespace(sibling=lambda main, purpose: FakeStream(fake, purpose))
+    monkeypatch.setattr(streams, "capture_streams", lambda device: made)
+    return fake
 
 
-def step(name: str, streams: FakeStreams, kind: str = "piece", **marks: bool) -> Step:
+def step(name: str, cuda: FakeCuda, **marks: bool) -> Step:
     def call(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        streams.notes.append(f"{name} on {streams.current.name}")
+        cuda.events.append(f"{name} on {cuda.current.name}")
         return (name, args, kwargs)
 
-    return Step(kind, name, call, (), {}, (), False, **marks)
+    return Step("piece", name, call, (), {}, (), False, **marks)
 
 
-def test_steps_are_placed_as_they_are_marked(streams: FakeStreams) -> None:
+def test_steps_are_placed_as_they_are_marked(cuda: FakeCuda) -> None:
     run = StepBranches(GPU)
-    assert run.placed(step("first", streams))(1, a=2) == ("first", (1,), {"a": 2})
-    assert run.placed(step("aside", streams, beside=True))(3, b=4) == ("aside", (3,), {"b": 4})
-    run.placed(step("next", streams))()
-    run.placed(step("aside 2", streams, beside=True))()
-    assert run.placed(step("reads", streams, joins=True))(5, c=6) == ("reads", (5,), {"c": 6})
-    run.placed(step("reads again", streams, joins=True))()
+    assert run.placed(step("first", cuda))(1, a=2) == ("first", (1,), {"a": 2})
+    assert run.placed(step("aside", cuda, beside=True))(3, b=4) == ("aside", (3,), {"b": 4})
+    run.placed(step("next", cuda))()
+    run.placed(step("aside 2", cuda, beside=True))()
+    assert run.placed(step("reads", cuda, joins=True))(5, c=6) == ("reads", (5,), {"c": 6})
+    run.placed(step("reads again", cuda, joins=True))()
     run.join()
-    run.placed(step("aside 3", streams, beside=True))()
+    run.placed(step("aside 3", cuda, beside=True))()
     run.join()
     run.join()
-    assert streams.notes == [
-        *("first on main", "steps waits for main", "aside on steps"),
-        *("next on main", "steps waits for main", "aside 2 on steps"),
-        *("main waits for steps", "reads on main", "reads again on main"),
-        *("steps waits for main", "aside 3 on steps", "main waits for steps"),
+    assert cuda.events == [
+        *("first on stream", "steps waits for stream", "aside on steps"),
+        *("next on stream", "steps waits for stream", "aside 2 on steps"),
+        *("stream waits for steps", "reads on stream", "reads again on stream"),
+        *("steps waits for stream", "aside 3 on steps", "stream waits for steps"),
     ]
 
 
 @pytest.mark.parametrize(("device", "active"), [(GPU, False), (CPU, True)], ids=["between graphs", "CPU"])
-def test_elsewhere_every_step_runs_in_order(device: torch.device, active: bool, streams: FakeStreams) -> None:
+def test_elsewhere_every_step_runs_in_order(device: torch.device, active: bool, cuda: FakeCuda) -> None:
     run = StepBranches(device, active=active)
-    for each in (step("aside", streams, beside=True), step("reads", streams, joins=True)):
+    for each in (step("aside", cuda, beside=True), step("reads", cuda, joins=True)):
         run.placed(each)()
     run.join()
-    assert streams.notes == ["aside on main", "reads on main"]
+    assert cuda.events == ["aside on stream", "reads on stream"]

@@ -18,11 +18,6 @@ DEPTH = 4
 
 
 @pytest.fixture(scope="module")
-def wrapped(tiny_towers: Any) -> Any:
-    return tiny_towers.wrapped
-
-
-@pytest.fixture(scope="module")
 def bound(make_manager: Any) -> BoundProgram:
     """The program of the tiny tower, which is traced once for all tests."""
     program: BoundProgram = make_manager().paths["default"].program
@@ -40,11 +35,12 @@ def test_the_tower_becomes_pieces_of_few_kinds(bound: BoundProgram) -> None:
     assert program.region_symbols == ()
 
 
-def test_the_inputs_are_known_by_name(bound: BoundProgram, wrapped: Any) -> None:
+def test_the_inputs_are_known_by_name(bound: BoundProgram, tiny_towers: Any) -> None:
     assert bound.region.segment_inputs == ("cu_seqlens",)
     assert {name: entry.token_dim for name, entry in bound.region.inputs.items()} == dict(
         pixel_values=0, position_ids=0, interp_indices=0, interp_weights=0, cu_seqlens=None
     )
+    wrapped = tiny_towers.wrapped
     parameters = {p.data_ptr() for p in (*wrapped.parameters(), *wrapped.buffers())}
     assert all(bound.fixed[i].data_ptr() in parameters for i in bound.program.static_inputs)
 

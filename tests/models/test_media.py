@@ -48,6 +48,11 @@ def processor_of(name: str) -> TowerProcessor:
     return family_processor(tower, family, settings_of(name))
 
 
+def another_processor(name: str, *settings: ProcessorSettings, **options: Any) -> TowerProcessor:
+    """Of the same tower, with settings and options of its own."""
+    return family_processor(processor_of(name).tower, FAMILIES[name], settings_of(name), *settings, **options)
+
+
 def png(image: Image.Image) -> bytes:
     buffer = io.BytesIO()
     image.save(buffer, "PNG")
@@ -83,8 +88,7 @@ def test_a_videos_rows_follow_from_its_size(name: str, frames: int, width: int, 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_pixels_may_be_left_to_the_encoder_to_normalize(name: str) -> None:
-    whole, family = processor_of(name), FAMILIES[name]
-    later = family_processor(whole.tower, family, settings_of(name), normalize_later=True)
+    whole, later = processor_of(name), another_processor(name, normalize_later=True)
     assert later.fingerprint == whole.fingerprint
     assert later.tables.keys() == ({"image", "video"} if name in OF_CLIPS else {"image"})
     clip = [noise(100, 60, seed) for seed in range(4)]
@@ -204,11 +208,8 @@ def test_options_of_one_item_change_its_rows_and_its_digest() -> None:
 
 
 def test_an_items_options_go_before_the_settings_of_the_models_own_processor() -> None:
-    family, settings = FAMILIES["internvl"], settings_of("internvl")
-    own: Any = family.prepare(settings, ProcessorSettings())
-    processor = family_processor(
-        processor_of("internvl").tower, family, settings, ProcessorSettings(own=own.processor)
-    )
+    own: Any = FAMILIES["internvl"].prepare(settings_of("internvl"), ProcessorSettings())
+    processor = another_processor("internvl", ProcessorSettings(own=own.processor))
     wide = MediaItem("image", noise(84, 28), {"max_patches": 2})
     assert processor.prepare(wide).num_tokens == processor.count_tokens(wide) == 3
 
@@ -256,9 +257,8 @@ def test_an_item_is_reduced_until_its_feature_is_half_as_large() -> None:
 
 
 def test_frames_that_share_their_pixels_are_shrunk_as_well() -> None:
-    family = FAMILIES["qwen3_vl"]
     shared = ProcessorSettings(video={"size": {"shortest_edge": 1024, "longest_edge": 8 * 96 * 96}})
-    processor = family_processor(processor_of("qwen3_vl").tower, family, settings_of("qwen3_vl"), shared)
+    processor = another_processor("qwen3_vl", shared)
     video = MediaItem("video", [noise(192, 192)] * 8)
     shorter = processor.reduce(video, "half_frames")
     assert shorter is not None
@@ -267,14 +267,13 @@ def test_frames_that_share_their_pixels_are_shrunk_as_well() -> None:
 
 
 def test_processors_that_differ_make_different_digests() -> None:
-    family, item = FAMILIES["qwen3_vl"], MediaItem("image", noise(64, 64))
-    tower = processor_of("qwen3_vl").tower
+    item = MediaItem("image", noise(64, 64))
     plain, other = (
-        family_processor(tower, family, settings_of("qwen3_vl"), ProcessorSettings(image=image))
+        another_processor("qwen3_vl", ProcessorSettings(image=image))
         for image in ({}, {"image_mean": [0.1, 0.2, 0.3]})
     )
     assert plain.digest(item) == processor_of("qwen3_vl").digest(item) != other.digest(item)
-    federal = family_processor(tower, family, settings_of("qwen3_vl"), hash_name="sha256")
+    federal = another_processor("qwen3_vl", hash_name="sha256")
     assert len(federal.prepare(item).digest) == 32
     assert federal.digest(item) != plain.digest(item)
 
@@ -302,10 +301,7 @@ def test_any_image_processor_serves_a_dense_tower() -> None:
 
 
 def test_limits_hold_for_what_an_item_becomes() -> None:
-    tower, family = processor_of("qwen3_vl").tower, FAMILIES["qwen3_vl"]
-    processor = family_processor(
-        tower, family, settings_of("qwen3_vl"), limits=MediaSettings(max_tokens=60, max_frames=4)
-    )
+    processor = another_processor("qwen3_vl", limits=MediaSettings(max_tokens=60, max_frames=4))
     for modality, media, limit in (
         ("image", noise(256, 256), "max_tokens"),
         ("video", [noise(32, 32)] * 5, "max_frames"),

@@ -109,18 +109,13 @@ def test_directories_are_searched_in_order_of_name(tmp_path: Path) -> None:
         ("absent.png", None, "no such file"),
         ("text.png", b"words", "cannot be read as an image"),
         ("half.jpg", (EXAMPLES / "images" / "cat.jpg").read_bytes()[:2000], "cannot be read as an image"),
-        ("thin.png", (8, 2000), "aspect ratio of at most 200"),
     ],
-    ids=["absent", "no image", "cut off", "thin"],
+    ids=["absent", "no image", "cut off"],
 )
-def test_unusable_files_are_named(
-    tmp_path: Path, name: str, contents: bytes | tuple[int, int] | None, message: str
-) -> None:
+def test_unusable_files_are_named(tmp_path: Path, name: str, contents: bytes | None, message: str) -> None:
     path = tmp_path / name
-    if isinstance(contents, bytes):
+    if contents is not None:
         path.write_bytes(contents)
-    elif contents is not None:
-        noise(*contents).save(path)
     with pytest.raises(InputError, match=message) as caught:
         load_inputs([path])
     assert str(path) in str(caught.value)

@@ -16,9 +16,7 @@ from fxsplit_encoder.planning.plan import Capacity, Item, Loads
 from fxsplit_encoder.protocol import EncoderItemSpec
 
 # A tower of 27 blocks on one H200: milliseconds.
-REPLAY = {64: 1.72, 256: 3.47, 1024: 17.7, 1764: 42.3}
-EXACT = ((256, 4.5), (268, 4.5), (1764, 29.6))
-ONE_PATH = [PathCosts(REPLAY, exact=EXACT)]
+H200 = PathCosts({64: 1.72, 256: 3.47, 1024: 17.7, 1764: 42.3}, exact=((256, 4.5), (268, 4.5), (1764, 29.6)))
 TWO_PATHS = [
     PathCosts({272 << k: 3.0 + 0.0055 * (272 << k) for k in range(4)}, exact=((272, 5.5), (2176, 20.0))),
     PathCosts({100 << k: 1.5 + 0.009 * (100 << k) for k in range(5)}, exact=((100, 4.0), (1600, 18.0))),
@@ -131,7 +129,7 @@ def random_problems(num_paths: int, sizes: range, count: int) -> Iterator[Proble
             tokens = [(max(4, min(1900, int(generator.lognormvariate(5.3, 1.1)))),) for _ in range(num_items)]
         else:
             tokens = [(272, 100 * generator.choice([0, 0, 2, 3, 4, 6])) for _ in range(num_items)]
-        yield Problem(ONE_PATH if num_paths == 1 else TWO_PATHS, [(each, 0, 1) for each in tokens])
+        yield Problem([H200] if num_paths == 1 else TWO_PATHS, [(each, 0, 1) for each in tokens])
 
 
 @pytest.mark.parametrize("num_paths", [1, 2])

@@ -18,14 +18,13 @@ from fxsplit_encoder.planning.planner import Captured, build_fallback_plan, buil
 from fxsplit_encoder.protocol import EncoderItemSpec
 
 from ..instructions import instructions
+from .test_packing import H200
 
 LIMITS = Limits({"default": (64, 128, 256)}, max_items_per_batch=4, max_frames_per_batch=8)
 TWO_PATHS = Limits({"global": (100, 200), "local": (50, 100)}, 8, 0, frozenset({"local"}))
 OVER = MissReason.OVER_LARGEST_BUDGET
 
-# A tower of 27 blocks on one H200: milliseconds.
 H200_LIMITS = Limits({"default": (64, 256, 1024, 1764)}, 64, 8)
-H200 = PathCosts({64: 1.72, 256: 3.47, 1024: 17.7, 1764: 42.3}, exact=((256, 4.5), (268, 4.5), (1764, 29.6)))
 
 each_packing = pytest.mark.parametrize("packing", get_args(Packing))
 

@@ -22,7 +22,7 @@ from .dense_models import assert_close, encoded
 from .random_weights import randomize
 from .tiny_inputs import ViewInputs, items
 from .tiny_towers import tiny
-from .tiny_views import step3_config
+from .tiny_views import step3_config, step3p7_sizes
 
 CONFIG = step3_config(layers=2)
 
@@ -92,14 +92,7 @@ INPUTS = ViewInputs(*KEYS, whole_size=SIZE, crop_size=CROP, whole_tokens=4, crop
 
 
 def make_tower(seed: int = 5) -> Step3p7VisionModel:
-    config = Step3p7VisionConfig(
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        image_size=SIZE,
-        patch_size=PATCH,
-        mlp_ratio=1.5,
-    )
+    config = Step3p7VisionConfig(**step3p7_sizes(2) | {"image_size": SIZE, "patch_size": PATCH})
     tower = randomize(Step3p7VisionModel(config), seed)
     assert isinstance(tower, Step3p7VisionModel)
     return tower

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._pytree import tree_flatten
 
 from fxsplit_encoder.compile.blocks import put_together, take_apart
 from fxsplit_encoder.errors import CompileError
@@ -34,19 +35,11 @@ arguments = st.recursive(
 
 def assert_same(one: Any, other: Any) -> None:
     """Equal values of the same types; tensors are the same object."""
-    assert type(one) is type(other)
-    if isinstance(one, Tensor):
-        assert one is other
-    elif isinstance(one, (list, tuple)):
-        assert len(one) == len(other)
-        for a, b in zip(one, other, strict=True):
-            assert_same(a, b)
-    elif isinstance(one, dict):
-        assert list(one) == list(other)
-        for key in one:
-            assert_same(one[key], other[key])
-    else:
-        assert one == other
+    (leaves, structure), (others, same) = tree_flatten(one), tree_flatten(other)
+    assert structure == same
+    for a, b in zip(leaves, others, strict=True):
+        assert type(a) is type(b)
+        assert a is b if isinstance(a, Tensor) else a == b
 
 
 @settings(max_examples=40)

@@ -16,6 +16,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 
 from fxsplit_encoder.compile.passes import run_passes
 from fxsplit_encoder.compile.rewriting import derivation, mark_parameters
+from fxsplit_encoder.kernels.attention import dense_attention
 
 
 @dataclass
@@ -35,19 +36,21 @@ class Graph:
     def derived(self) -> list[fx.Node]:
         return [node for node in self.module.graph.nodes if derivation(node) is not None]
 
-    def run(self) -> Any:
-        """The graph's first result; the traced value of every node is compared with what it really makes."""
+    def run(self, *others: Tensor) -> Any:
+        """The graph's first result. Without other inputs the traced value of every node is compared with what
+        it really makes.
+        """
         self.module.graph.lint()
         self.module.recompile()
         values: dict[fx.Node, Any] = {}
-        given = iter(self.args)
+        given = iter([*self.args[: len(self.args) - len(others)], *others])
         for node in self.module.graph.nodes:
             if node.op == "placeholder":
                 found = derivation(node)
                 values[node] = next(given) if found is None else found[0](*(values[n] for n in found[1]))
         inputs = [values[node] for node in self.module.graph.nodes if node.op == "placeholder"]
         with torch.no_grad():
-            return _Compared(self.module).run(*inputs)[0]
+            return (fx.Interpreter if others else _Compared)(self.module).run(*inputs)[0]
 
 
 class _Compared(fx.Interpreter):
@@ -96,7 +99,8 @@ def rewritten(
     times: int = 1,
     **closeness: Any,
 ) -> Graph:
-    """The graph after a pass that changes it at so many places, and computes what eager does.
+    """The graph after a pass that changes it at so many places, and computes what eager does; of a single
+    input, also of more rows.
 
     Args:
         times: 0 for a graph that stays as it is.
@@ -107,6 +111,9 @@ def rewritten(
     assert times or str(graph.module.graph) == before
     with torch.no_grad():
         torch.testing.assert_close(graph.run(), forward(*inputs), **closeness)
+        if times and len(inputs) == 1:
+            more = torch.cat([inputs[0], inputs[0][:2]])
+            torch.testing.assert_close(graph.run(more), forward(more), **closeness)
     return graph
 
 
@@ -118,6 +125,57 @@ def rotated(x: Tensor) -> Tensor:
     """Something that is computed by features, as rotary embeddings are."""
     first, second = x.chunk(2, dim=-1)
     return x * 0.5 + torch.cat([-second, first], -1) * 0.7
+
+
+by_torch = F.scaled_dot_product_attention
+
+
+def by_ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return dense_attention(q, k, v, 0.3)
+
+
+def same(x: Tensor) -> Tensor:
+    return x
+
+
+class Layers(nn.Module):
+    """Queries, keys and values of two heads from layers of their own, and a layer of what attention makes."""
+
+    def __init__(self, *, biases: str = "qkv", width: int = 32, head_dim: int = 8) -> None:
+        super().__init__()
+        self.head_dim = head_dim
+        self.q, self.k, self.v = (nn.Linear(width, 2 * head_dim, bias=name in biases) for name in "qkv")
+        self.out = nn.Linear(2 * head_dim, width)
+
+    def parts(self, x: Tensor, of_queries: Callable[[Tensor], Tensor] = same) -> list[Tensor]:
+        """Head by head; queries are computed with before they are cut."""
+        made = (of_queries(self.q(x)), self.k(x), self.v(x))
+        return [each.unflatten(-1, (-1, self.head_dim)) for each in made]
+
+
+class Batched(Layers):
+    """Attention over a batch of images."""
+
+    def __init__(
+        self, attend: Callable[..., Tensor], of_queries: Callable[[Tensor], Tensor] = same, **sizes: Any
+    ) -> None:
+        super().__init__(**sizes)
+        self.attend, self.of_queries = attend, of_queries
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (each.transpose(1, 2) for each in self.parts(x, self.of_queries))
+        return self.out(self.attend(q, k, v).transpose(1, 2).flatten(2))
+
+
+class Using(nn.Module):
+    """What a function makes of a module's layers and the inputs."""
+
+    def __init__(self, module: nn.Module, function: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.module, self.function = module, function
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        return self.function(self.module, *inputs)
 
 
 class WithParameters(nn.Module):

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 from fxsplit_encoder.compile.passes.folded_adapters import folded_adapters
 from fxsplit_encoder.compile.passes.merged_projections import merged_projections
 
-from .aten_graphs import aten_graph
+from .aten_graphs import Batched, Using, aten_graph, by_torch, rewritten
 
 aten = torch.ops.aten
 
@@ -92,60 +93,43 @@ def test_16_bits_are_as_close_to_float64_as_eager(share: float, adapters: torch.
     assert errors[0] <= 1.05 * errors[1]
 
 
-class Others(nn.Module):
-    """What only looks like an adapter."""
+def parts_of_rows(module: Any, x: Tensor) -> Tensor:
+    return module.base(x).view(-1, 12) + module.up(module.down(x).view(-1, 4)) * 0.5
 
-    def __init__(self, kind: str) -> None:
+
+OTHERS: dict[str, Callable[..., Tensor]] = {
+    "other rows": lambda m, x: m.base(x) + m.up(m.down(x.flip(0))) * 0.5,
+    "a function between": lambda m, x: m.base(x) + m.up(m.down(x).relu()) * 0.5,
+    "a scale for each row": lambda m, x: m.base(x) + m.up(m.down(x)) * x[:, :1],
+    "a factor": lambda m, x: torch.add(m.base(x), m.up(m.down(x)) * 0.5, alpha=2),
+    "the layer is read elsewhere": lambda m, x: (made := m.base(x)) + m.up(m.down(x)) * 0.5 + made.relu(),
+    "the adapter is read elsewhere": lambda m, x: m.base(x) + (own := m.up(m.down(x)) * 0.5) + own.relu(),
+}
+
+
+class Adapter(nn.Module):
+    """Layers of which functions make what only looks like an adapter."""
+
+    def __init__(self, rank: int = 4, features: int = 48) -> None:
         super().__init__()
-        self.kind = kind
-        self.base, self.down, self.up = nn.Linear(32, 48), nn.Linear(32, 4, bias=False), nn.Linear(4, 48)
-        self.parts_down, self.parts_up = nn.Linear(32, 12, bias=False), nn.Linear(4, 16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        result, rows = self.base(x), x.flip(0) if self.kind == "other rows" else x
-        between = self.down(rows)
-        if self.kind == "a function between":
-            between = between.relu()
-        added = self.up(between) * (x[:, :1] if self.kind == "a scale for each row" else 0.5)
-        if self.kind == "parts of rows":
-            return result.view(-1, 16) + self.parts_up(self.parts_down(rows).view(-1, 4)) * 0.5
-        if self.kind == "the layer is read elsewhere":
-            return result + added + result.relu()
-        if self.kind == "the adapter is read elsewhere":
-            return result + added + added.relu()
-        return torch.add(result, added, alpha=2) if self.kind == "a factor" else result + added
+        self.base, self.up = nn.Linear(32, 48), nn.Linear(4, features)
+        self.down = nn.Linear(32, rank, bias=False)
 
 
 @pytest.mark.parametrize(
-    "kind",
-    [
-        *("other rows", "a function between", "a scale for each row", "a factor"),
-        *("the layer is read elsewhere", "the adapter is read elsewhere", "parts of rows"),
-    ],
+    ("layers", "function"),
+    [*((Adapter(), function) for function in OTHERS.values()), (Adapter(16, 12), parts_of_rows)],
+    ids=[*OTHERS, "parts of rows"],
 )
-def test_what_is_no_adapter_stays(kind: str) -> None:
-    module, x = Others(kind), torch.randn(5, 32)
-    graph = aten_graph(module, x)
-    assert graph.apply(folded_adapters) == 0
-    torch.testing.assert_close(graph.run(), module(x))
-
-
-class Attention(nn.Module):
-    """Queries, keys and values with adapters, whose layers the next pass makes one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.q, self.k, self.v = Adapted(4), Adapted(4), Adapted(2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (layer(x).view(2, -1, 3, 16).transpose(1, 2) for layer in (self.q, self.k, self.v))
-        return nn.functional.scaled_dot_product_attention(q, k, v)
+def test_what_is_no_adapter_stays(layers: nn.Module, function: Callable[..., Tensor]) -> None:
+    rewritten(folded_adapters, Using(layers, function), torch.randn(5, 32), times=0)
 
 
 @torch.no_grad()
 def test_other_passes_see_layers_without_adapters() -> None:
-    module, x = Attention(), torch.randn(2, 6, 32)
+    module, x = Batched(by_torch, head_dim=24), torch.randn(2, 6, 32)
+    module.q, module.k, module.v = Adapted(4), Adapted(4), Adapted(2)
     graph = aten_graph(module, x)
     assert (graph.apply(folded_adapters), graph.apply(merged_projections)) == (3, 1)
-    assert graph.count(aten.addmm.default) == 1
+    assert graph.count(aten.addmm.default) == 2  # with the layer behind attention
     torch.testing.assert_close(graph.run(), module(x))

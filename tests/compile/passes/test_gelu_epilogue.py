@@ -1,3 +1,5 @@
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -5,7 +7,7 @@ from torch import Tensor, nn
 
 from fxsplit_encoder.compile.passes.gelu_epilogue import addmm_gelu, gelu_epilogue
 
-from .aten_graphs import Mlp, rewritten, tanh_gelu
+from .aten_graphs import Mlp, Using, rewritten, tanh_gelu
 
 ADDMM, GELU = torch.ops.aten.addmm.default, torch.ops.aten.gelu.default
 
@@ -18,22 +20,20 @@ def test_a_linear_and_its_tanh_gelu_become_one(shape: tuple[int, ...], dtype: to
     assert (graph.count(addmm_gelu), graph.count(ADDMM), graph.count(GELU)) == (1, 1, 0)
 
 
-class ReadTwice(Mlp):
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.up(x)
-        return self.down(self.activation(hidden) + hidden)
+def summed_before(mlp: Any, x: Tensor) -> Tensor:
+    return mlp.down(tanh_gelu(torch.addmm(x.repeat(1, 10), x, mlp.up.weight.t())))
 
 
-class SummedBefore(Mlp):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.activation(torch.addmm(x.repeat(1, 10), x, self.up.weight.t())))
+OTHERS = {
+    "erf": Mlp(F.gelu),
+    "another function": Mlp(F.relu),
+    "no bias": Mlp(tanh_gelu, bias=False),
+    "read twice": Mlp(lambda hidden: tanh_gelu(hidden) + hidden),
+    "another sum": Using(Mlp(tanh_gelu), summed_before),
+}
 
 
-@pytest.mark.parametrize(
-    "module",
-    [Mlp(F.gelu), Mlp(F.relu), Mlp(tanh_gelu, bias=False), ReadTwice(tanh_gelu), SummedBefore(tanh_gelu)],
-    ids=["erf", "another function", "no bias", "read twice", "another sum"],
-)
+@pytest.mark.parametrize("module", OTHERS.values(), ids=OTHERS)
 def test_others_stay(module: nn.Module) -> None:
     rewritten(gelu_epilogue, module, torch.randn(7, 12), times=0)
 

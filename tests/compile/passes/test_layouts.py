@@ -18,7 +18,7 @@ from fxsplit_encoder.compile.passes.fixed_products import fixed_products
 from fxsplit_encoder.compile.rewriting import mark_cuts
 from fxsplit_encoder.kernels.attention import dense_attention, varlen_attention
 
-from .aten_graphs import Graph, Mlp, aten_graph, rotated, tanh_gelu
+from .aten_graphs import Graph, Layers, Mlp, aten_graph, by_ours, by_torch, rotated, tanh_gelu
 from .test_decomposed_bias import GridAttention
 from .test_decomposed_bias import example as grid_example
 from .test_folded_adapters import Adapted
@@ -66,27 +66,25 @@ class Images(nn.Module):
         return [first, self.second(first.relu())]
 
 
-class Blocks(nn.Module):
+class Blocks(Layers):
     """Attentions, and layers after each that nothing but the outputs reads."""
 
     def __init__(
         self,
         attend: Callable[..., Tensor],
         activation: Callable[[Tensor], Tensor] = F.gelu,
-        head: int = 8,
+        head_dim: int = 8,
         *,
         depth: int = 1,
     ) -> None:
-        super().__init__()
-        self.attend, self.head, self.depth = attend, head, depth
-        self.parts = nn.ModuleList(nn.Linear(WIDTH, 2 * head) for _ in range(3))
-        self.out = nn.Linear(2 * head, WIDTH)
+        super().__init__(width=WIDTH, head_dim=head_dim)
+        self.attend, self.depth = attend, depth
         self.mlp = Mlp(activation, WIDTH, gated=activation is F.silu)
 
     def forward(self, x: Tensor) -> list[Tensor]:
         values: list[Tensor] = []
         for _ in range(self.depth):
-            q, k, v = (layer(x).unflatten(-1, (2, self.head)).transpose(1, 2) for layer in self.parts)
+            q, k, v = (each.transpose(1, 2) for each in self.parts(x))
             attended = self.attend(q * 0.5, k, v)
             x = x + self.out(attended.transpose(1, 2).flatten(2))
             values += [q, k, v, attended, self.mlp(x), x]
@@ -117,11 +115,6 @@ class Seen(nn.Module):
         return (*seen, values[-1])
 
 
-def by_ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return dense_attention(q, k, v, 0.3)
-
-
-by_torch = F.scaled_dot_product_attention
 SHORT = torch.bfloat16
 
 
@@ -147,7 +140,7 @@ CASES: dict[str, list[Case]] = {
     "decomposed_bias": [Case(lambda: GridAttention((4, 6)), lambda: grid_example((4, 6)))],
     "dense_attention": [Case(blocks(by_torch), dtype=SHORT, tolerance=0.1)],
     "merged_projections": [Case(blocks(by_torch)), Case(blocks(by_ours))],
-    "wide_heads": [Case(blocks(by_ours, head=72)), Case(Rows, lambda: torch.randn(9, 20))],
+    "wide_heads": [Case(blocks(by_ours, head_dim=72)), Case(Rows, lambda: torch.randn(9, 20))],
     "gelu_epilogue": [Case(blocks(by_torch, tanh_gelu))],
     "measured_activations": [Case(blocks(by_torch)), Case(blocks(by_ours, F.silu))],
     "output_branch": [Case(blocks(by_ours, depth=2))],

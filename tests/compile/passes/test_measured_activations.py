@@ -13,7 +13,7 @@ from fxsplit_encoder.compile.passes.measured_activations import measured_activat
 from fxsplit_encoder.compile.passes.pad_mlp_width import pad_mlp_width
 from fxsplit_encoder.kernels.products.measured import linear
 
-from .aten_graphs import Graph, Mlp, aten_graph, rewritten, tanh_gelu
+from .aten_graphs import Graph, Mlp, Using, aten_graph, rewritten, tanh_gelu
 
 aten = torch.ops.aten
 
@@ -55,38 +55,20 @@ def test_gates_and_what_they_gate_become_one_layer(
     torch.testing.assert_close(graph.run(), module(x))
 
 
-class Shared(Mlp):
-    """Its gates are a result as well."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        assert self.gate is not None
-        gate = self.up(x)
-        return self.down(F.silu(gate) * self.gate(x)) + gate.sum(-1, keepdim=True)
+def gates_that_are_a_result_too(mlp: Any, x: Tensor) -> Tensor:
+    gate = mlp.up(x)
+    return mlp.down(F.silu(gate) * mlp.gate(x)) + gate.sum(-1, keepdim=True)
 
 
-class OtherRows(Mlp):
-    """What it gates comes from other rows."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        assert self.gate is not None
-        return self.down(F.silu(self.up(x)) * self.gate(x + 1))
-
-
-class OneVector(Mlp):
-    """What it gates is one row for all."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.silu(self.up(x)) * self.up.bias
+GATED = Mlp(F.silu, gated=True)
+OTHERS = {
+    "shared": Using(GATED, gates_that_are_a_result_too),
+    "other rows": Using(GATED, lambda mlp, x: mlp.down(F.silu(mlp.up(x)) * mlp.gate(x + 1))),
+    "one vector": Using(GATED, lambda mlp, x: F.silu(mlp.up(x)) * mlp.up.bias),
+    "a gelu without a bias": Mlp(tanh_gelu, bias=False),
+}
 
 
-@pytest.mark.parametrize(
-    "module",
-    [
-        *(make(F.silu, gated=True) for make in (Shared, OtherRows)),
-        OneVector(F.silu),
-        Mlp(tanh_gelu, bias=False),
-    ],
-    ids=["shared", "other rows", "one vector", "a gelu without a bias"],
-)
+@pytest.mark.parametrize("module", OTHERS.values(), ids=OTHERS)
 def test_others_stay(module: nn.Module) -> None:
     rewritten(measured_activations, module, torch.randn(7, 12), times=0)

@@ -9,9 +9,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fxsplit_encoder.compile.passes.merged_projections import merged_projections
-from fxsplit_encoder.kernels.attention import dense_attention, varlen_attention
+from fxsplit_encoder.kernels.attention import varlen_attention
 
-from .aten_graphs import Graph, aten_graph, rewritten, rotated
+from .aten_graphs import (
+    Batched,
+    Graph,
+    Layers,
+    Using,
+    aten_graph,
+    by_ours,
+    by_torch,
+    rewritten,
+    rotated,
+    same,
+)
 
 aten = torch.ops.aten
 
@@ -19,54 +30,15 @@ WIDTH, HEADS, HEAD_DIM = 32, 2, 8
 LENGTHS = torch.tensor([0, 4, 4, 9], dtype=torch.int32)
 
 
-def same(x: Tensor) -> Tensor:
-    return x
-
-
-class Layers(nn.Module):
-    """Query, key and value from layers of their own."""
-
-    def __init__(self, *, biases: str = "qkv", head_dim: int = HEAD_DIM) -> None:
-        super().__init__()
-        self.head_dim, features = head_dim, HEADS * head_dim
-        self.q, self.k, self.v = (nn.Linear(WIDTH, features, bias=name in biases) for name in "qkv")
-        self.out = nn.Linear(features, WIDTH)
-
-
 class Packed(Layers):
     """Attention over segments of rows."""
 
-    def parts(self, x: Tensor) -> tuple[Tensor, ...]:
-        q, k, v = (layer(x).view(-1, HEADS, self.head_dim) for layer in (self.q, self.k, self.v))
+    def projected(self, x: Tensor) -> tuple[Tensor, ...]:
+        q, k, v = self.parts(x)
         return rotated(q), rotated(k), v
 
     def forward(self, x: Tensor, cu_seqlens: Tensor) -> Tensor:
-        return self.out(varlen_attention(*self.parts(x), cu_seqlens, 5, 0.3).flatten(1))
-
-
-def by_torch(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return F.scaled_dot_product_attention(q, k, v)
-
-
-def by_ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return dense_attention(q, k, v, 0.3)
-
-
-class Batched(Layers):
-    """Attention over a batch of images."""
-
-    def __init__(
-        self, attend: Callable[..., Tensor], compute: Callable[[Tensor], Tensor] = same, **options: Any
-    ) -> None:
-        super().__init__(**options)
-        self.attend, self.compute = attend, compute
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (layer(x) for layer in (self.q, self.k, self.v))
-        q, k, v = (
-            each.unflatten(-1, (HEADS, self.head_dim)).transpose(1, 2) for each in (self.compute(q), k, v)
-        )
-        return self.out(self.attend(q, k, v).transpose(1, 2).flatten(2))
+        return self.out(varlen_attention(*self.projected(x), cu_seqlens, 5, 0.3).flatten(1))
 
 
 def merged(module: nn.Module, times: int = 1) -> Graph:
@@ -115,8 +87,8 @@ class Grouped(Packed):
         super().__init__()
         self.k, self.v = (nn.Linear(WIDTH, HEAD_DIM) for _ in range(2))
 
-    def parts(self, x: Tensor) -> tuple[Tensor, ...]:
-        q, k, v = (layer(x).view(9, -1, HEAD_DIM) for layer in (self.q, self.k, self.v))
+    def projected(self, x: Tensor) -> tuple[Tensor, ...]:
+        q, k, v = self.parts(x)
         return q, k.expand(-1, HEADS, -1), v.expand(-1, HEADS, -1)
 
 
@@ -127,7 +99,7 @@ class Moved(Packed):
         super().__init__(head_dim=head_dim)
         self.offsets = offsets
 
-    def parts(self, x: Tensor) -> tuple[Tensor, ...]:
+    def projected(self, x: Tensor) -> tuple[Tensor, ...]:
         rows = (x + offset if offset else x for offset in self.offsets)
         layers = zip((self.q, self.k, self.v), rows, strict=True)
         q, k, v = (layer(given).view(-1, HEADS, self.head_dim) for layer, given in layers)
@@ -139,27 +111,21 @@ def test_the_layers_that_fit_are_merged(make: Callable[[], nn.Module], products:
     assert num_products(merged(make())) == products
 
 
-class ReadTwice(Packed):
-    """Keys are a result as well."""
-
-    def forward(self, x: Tensor, cu_seqlens: Tensor) -> Tensor:
-        q, k, v = self.parts(x)
-        attended = varlen_attention(q, k, v, cu_seqlens, 5, 0.3)
-        return self.out((attended + k - v).flatten(1))
+def keys_are_a_result_too(packed: Packed, x: Tensor, cu_seqlens: Tensor) -> Tensor:
+    q, k, v = packed.projected(x)
+    return packed.out((varlen_attention(q, k, v, cu_seqlens, 5, 0.3) + k - v).flatten(1))
 
 
 def test_whatever_reads_a_layer_reads_its_part() -> None:
-    assert merged_projections(merged(ReadTwice()).module) == 0
+    assert merged_projections(merged(Using(Packed(), keys_are_a_result_too)).module) == 0
 
 
 class HeadsAsRows(Packed):
     """Heads become rows without a copy, which those of a common result cannot."""
 
-    def parts(self, x: Tensor) -> tuple[Tensor, ...]:
-        q, k, v = (
-            layer(x).view(-1, HEAD_DIM).view(-1, HEADS, HEAD_DIM) for layer in (self.q, self.k, self.v)
-        )
-        return q, k, v
+    def projected(self, x: Tensor) -> tuple[Tensor, ...]:
+        rows = (layer(x).view(-1, HEAD_DIM) for layer in (self.q, self.k, self.v))
+        return tuple(each.view(-1, HEADS, HEAD_DIM) for each in rows)
 
 
 class OneBias(Packed):

@@ -17,7 +17,7 @@ from fxsplit_encoder.compile.rewriting import mark_cuts
 from fxsplit_encoder.kernels.attention import varlen_attention
 
 from ..packed_forwards import SPLITTING_OPS, WIDTH, attend, packed_inputs, trace_packed
-from .aten_graphs import aten_graph
+from .aten_graphs import Using, aten_graph
 
 Inputs = Mapping[str, Tensor]
 
@@ -70,35 +70,22 @@ def test_layers_aside_run_beside_and_are_joined_where_they_are_read() -> None:
         assert torch.equal(bound(inputs), plain(inputs))
 
 
-class Last(nn.Module):
-    """A layer after the last attention, and one beside it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.other = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, y: Tensor, inputs: Inputs) -> Tensor:
-        return torch.cat([self.layer(y), self.other(y)], dim=1)
-
-
-class AfterAttention(nn.Module):
-    def __init__(self, layers: nn.Module) -> None:
-        super().__init__()
-        self.layers = layers
-
-    def forward(self, x: Tensor, cu: Tensor) -> Tensor:
-        return self.layers(attend(x, cu), {"cu": cu})
-
-
 def num_branches(layers: nn.Module, *cuts: object) -> int:
     """In a graph that will be split at these operators."""
     inputs = packed_inputs(12)
-    graph = aten_graph(AfterAttention(layers), inputs["x"], inputs["cu"])
+    after_attention = Using(layers, lambda layers, x, cu: layers(attend(x, cu), {"cu": cu}))
+    graph = aten_graph(after_attention, inputs["x"], inputs["cu"])
     mark_cuts(graph.module, frozenset(cuts))
     return output_branch(graph.module)
 
 
-@pytest.mark.parametrize("layers", [Layers((0, 1), products=False), Last()], ids=["no product", "last"])
+def after_the_last(layers: Any, y: Tensor, inputs: Inputs) -> Tensor:
+    return torch.cat([layer(y) for layer in layers.blocks], dim=1)
+
+
+@pytest.mark.parametrize(
+    "layers", [Layers((0, 1), products=False), Using(Layers(()), after_the_last)], ids=["no product", "last"]
+)
 def test_what_is_little_or_has_nothing_to_run_beside_stays(layers: nn.Module) -> None:
     assert num_branches(layers, varlen_attention) == 0
 
@@ -106,18 +93,14 @@ def test_what_is_little_or_has_nothing_to_run_beside_stays(layers: nn.Module) ->
 def test_layers_that_an_op_of_the_configuration_needs_stay() -> None:
     """Cuts are those of the configuration, whatever they compute."""
 
-    class Sorted(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(WIDTH, WIDTH)
+    def sorted_beside(layer: Any, y: Tensor, inputs: Inputs) -> Tensor:
+        tapped = layer(y)
+        return torch.cat([attend(y, inputs["cu"]), sort(tapped)[0]], dim=1)
 
-        def forward(self, y: Tensor, inputs: Inputs) -> Tensor:
-            tapped = self.layer(y)
-            return torch.cat([attend(y, inputs["cu"]), torch.ops.aten.sort.default(tapped)[0]], dim=1)
-
-    assert num_branches(Sorted(), varlen_attention) == 1
-    assert num_branches(Sorted(), varlen_attention, torch.ops.aten.sort.default) == 0
-    assert num_branches(Sorted()) == 0
+    layers, sort = Using(nn.Linear(WIDTH, WIDTH), sorted_beside), torch.ops.aten.sort.default
+    assert num_branches(layers, varlen_attention) == 1
+    assert num_branches(layers, varlen_attention, sort) == 0
+    assert num_branches(layers) == 0
 
 
 def test_layers_that_call_other_ranks_stay(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fxsplit_encoder.compile.passes.pad_mlp_width import pad_mlp_width
 
-from .aten_graphs import Graph, Mlp, aten_graph, rewritten, tanh_gelu
+from .aten_graphs import Graph, Mlp, Using, aten_graph, rewritten, tanh_gelu
 
 ACTIVATIONS = {
     "gelu": tanh_gelu,
@@ -72,6 +72,9 @@ CUTS: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
+HALVES = Merged(CUTS["chunks"])
+
+
 @pytest.mark.parametrize("name", CUTS)
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("shape", [(7, 12), (7, 1, 12)])
@@ -80,90 +83,63 @@ def test_gates_and_what_they_gate_may_be_one_layer(name: str, bias: bool, shape:
     assert widths(graph) == {128, 256}
 
 
-class OnePart(Merged):
-    """Of two, and nothing between the layers."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.gate_up(x)[..., 120:])
-
-
 @pytest.mark.parametrize("shape", [(7, 12), (7, 1, 12)])
 @pytest.mark.parametrize(
     "mlp",
-    [OnePart(CUTS["chunks"]), Mlp(lambda x: x), Merged(lambda x: x.chunk(3, dim=-1), parts=3, bias=True)],
+    [
+        Using(HALVES, lambda mlp, x: mlp.down(mlp.gate_up(x)[..., 120:])),
+        Mlp(lambda x: x),
+        Merged(lambda x: x.chunk(3, dim=-1), parts=3, bias=True),
+    ],
     ids=["one part", "all of it", "three parts"],
 )
 def test_what_a_layer_gives_may_be_read_in_other_ways(mlp: nn.Module, shape: tuple[int, ...]) -> None:
     rewritten(pad_mlp_width, mlp, torch.randn(shape))
 
 
-class Transposed(Merged):
-    """The parts, of rows in another order."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.cut(self.gate_up(x))
-        return self.down(F.silu(gate.transpose(0, 1)) * up.transpose(0, 1))
+def read_twice(mlp: Any, x: Tensor) -> Tensor:
+    hidden = F.relu(mlp.up(x))
+    return mlp.down(hidden) + hidden[:, :12]
 
 
-class WithInput(Mlp):
-    def forward(self, x: Tensor, factor: Tensor) -> Tensor:
-        return self.down(self.activation(self.up(x)) * factor)
+PLAIN = Mlp(F.relu)
+OTHERS = {
+    "1 / 0": Mlp(torch.reciprocal),
+    "log 0": Mlp(torch.log),
+    "softmax": Mlp(lambda x: x.softmax(-1)),
+    "shuffled": Mlp(lambda x: x.view(-1, 2, 60).transpose(1, 2).reshape(-1, 120)),
+    "read twice": Using(PLAIN, read_twice),
+    "normalized": Mlp(lambda x: F.layer_norm(x, (120,))),
+    "a feature's": Using(PLAIN, lambda mlp, x: mlp.down(mlp.up(x) * mlp.up.bias)),
+    "a row's": Using(PLAIN, lambda mlp, x: mlp.down(F.relu(mlp.up(x)) * x[:, :1])),
+    "between parts": Merged(lambda x: (x[..., 60:180],)),
+    "every other": Merged(lambda x: (x[..., ::2],)),
+    "rows of parts": Merged(lambda x: (x.view(-1, 120).view(2, -1, 120)[0],)),
+    "interleaved": Merged(lambda x: (x.view(-1, 120, 2).select(-1, 0),)),
+    "some rows": Merged(lambda x: x[1:4].chunk(2, dim=-1)),
+}
 
 
-class ReadTwice(Mlp):
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.activation(self.up(x))
-        return self.down(hidden) + hidden[:, :12]
-
-
-class Normalized(Mlp):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.layer_norm(self.up(x), (120,)))
-
-
-class PerFeature(Mlp):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.up(x) * self.up.bias)
-
-
-class RowFactor(Mlp):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.activation(self.up(x)) * x[:, :1])
-
-
-@pytest.mark.parametrize(
-    "module",
-    [
-        Mlp(torch.reciprocal),
-        Mlp(torch.log),
-        Mlp(lambda x: x.softmax(-1)),
-        Mlp(lambda x: x.view(-1, 2, 60).transpose(1, 2).reshape(-1, 120)),
-        ReadTwice(F.relu),
-        Normalized(F.relu),
-        PerFeature(F.relu),
-        RowFactor(F.relu),
-        Merged(lambda x: (x[..., 60:180],)),
-        Merged(lambda x: (x[..., ::2],)),
-        Merged(lambda x: (x.view(-1, 120).view(2, -1, 120)[0],)),
-        Merged(lambda x: (x.view(-1, 120, 2).select(-1, 0),)),
-        Merged(lambda x: x[1:4].chunk(2, dim=-1)),
-    ],
-    ids=[
-        *("1 / 0", "log 0", "softmax", "shuffled", "read twice", "normalized", "a feature's", "a row's"),
-        *("between parts", "every other", "rows of parts", "interleaved", "some rows"),
-    ],
-)
+@pytest.mark.parametrize("module", OTHERS.values(), ids=OTHERS)
 def test_others_stay(module: nn.Module) -> None:
     rewritten(pad_mlp_width, module, torch.randn(7, 12), times=0, equal_nan=True)
 
 
+def rows_in_another_order(mlp: Any, x: Tensor) -> Tensor:
+    gate, up = (part.transpose(0, 1) for part in mlp.gate_up(x).chunk(2, dim=-1))
+    return mlp.down(F.silu(gate) * up)
+
+
+def by_a_given_factor(mlp: Any, x: Tensor, factor: Tensor) -> Tensor:
+    return mlp.down(F.relu(mlp.up(x)) * factor)
+
+
 @pytest.mark.parametrize(
-    ("module", "shapes"),
-    [(Transposed(CUTS["chunks"]), [(7, 3, 12)]), (WithInput(F.relu), [(7, 12), (7, 120)])],
-    ids=["rows in another order", "a factor that is given"],
+    ("mlp", "function", "shapes"),
+    [(HALVES, rows_in_another_order, [(7, 3, 12)]), (PLAIN, by_a_given_factor, [(7, 12), (7, 120)])],
 )
-def test_others_of_other_inputs_stay(module: nn.Module, shapes: list[tuple[int, ...]]) -> None:
-    rewritten(pad_mlp_width, module, *map(torch.randn, shapes), times=0)
+def test_others_of_other_inputs_stay(mlp: nn.Module, function: Any, shapes: list[tuple[int, ...]]) -> None:
+    rewritten(pad_mlp_width, Using(mlp, function), *map(torch.randn, shapes), times=0)
 
 
 def test_a_weight_that_is_no_parameter_stays() -> None:

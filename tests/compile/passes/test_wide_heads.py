@@ -1,3 +1,5 @@
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -5,26 +7,28 @@ from torch import Tensor, nn
 from fxsplit_encoder.compile.passes.wide_heads import wide_heads
 from fxsplit_encoder.kernels.attention import dense_attention, varlen_attention
 
-from .aten_graphs import Graph, rewritten, rotated
+from .aten_graphs import Batched, Graph, Using, by_ours, rewritten, rotated
 
 HEADS, WIDTH, WIDE = 2, 72, 80
-FEATURES = HEADS * WIDTH
 SCALE = WIDTH**-0.5
 
 
 class Packed(nn.Module):
     """Attention over segments, whose queries and keys are computed with in between, or not."""
 
-    def __init__(self, *, order: str = "parts first", bias: bool = True, rotary: bool = True) -> None:
+    def __init__(
+        self, width: int = WIDTH, *, order: str = "parts first", bias: bool = True, rotary: bool = True
+    ) -> None:
         super().__init__()
+        self.width, self.features = width, HEADS * width
         self.order, self.rotary = order, rotary
-        self.qkv = nn.Linear(20, 3 * FEATURES, bias=bias)
-        self.out = nn.Linear(FEATURES, 20, bias=bias)
+        self.qkv = nn.Linear(20, 3 * self.features, bias=bias)
+        self.out = nn.Linear(self.features, 20, bias=bias)
 
     def parts(self, x: Tensor) -> tuple[Tensor, ...]:
         if self.order == "heads first":
-            return self.qkv(x).view(-1, HEADS, 3, WIDTH).unbind(2)
-        return self.qkv(x).view(-1, 3, HEADS, WIDTH).permute(1, 0, 2, 3).unbind(0)
+            return self.qkv(x).view(-1, HEADS, 3, self.width).unbind(2)
+        return self.qkv(x).view(-1, 3, HEADS, self.width).permute(1, 0, 2, 3).unbind(0)
 
     def attended(self, x: Tensor, cu_seqlens: Tensor) -> Tensor:
         q, k, v = self.parts(x)
@@ -33,28 +37,12 @@ class Packed(nn.Module):
         return varlen_attention(q, k, v.unsqueeze(0).squeeze(0), cu_seqlens, 5, SCALE)
 
     def forward(self, x: Tensor, cu_seqlens: Tensor) -> Tensor:
-        return self.out(self.attended(x, cu_seqlens).unsqueeze(0).view(-1, FEATURES))
+        return self.out(self.attended(x, cu_seqlens).unsqueeze(0).view(-1, self.features))
 
 
-class Apart(nn.Module):
-    """Of a batch, from three layers, as an image encoder of Hugging Face has them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.q, self.k, self.v = (nn.Linear(20, FEATURES) for _ in range(3))
-        self.out = nn.Linear(FEATURES, 20)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (
-            layer(x).view(-1, x.shape[1], HEADS, WIDTH).transpose(1, 2) for layer in (self.q, self.k, self.v)
-        )
-        result = dense_attention(q, k, v, SCALE)
-        return self.out(result.transpose(1, 2).reshape(-1, x.shape[1], FEATURES))
-
-
-def widened(module: nn.Module, times: int = 1, features: int = 20) -> Graph:
+def widened(module: nn.Module, times: int = 1) -> Graph:
     lengths = torch.tensor([0, 4, 4, 9], dtype=torch.int32)
-    return rewritten(wide_heads, module, torch.randn(9, features), lengths, times=times)
+    return rewritten(wide_heads, module, torch.randn(9, 20), lengths, times=times)
 
 
 def widths(graph: Graph) -> set[int]:
@@ -80,35 +68,30 @@ def test_heads_may_be_apart_where_nothing_else_reads_them() -> None:
 
 
 def test_attention_over_a_batch_gives_the_same() -> None:
-    graph = rewritten(wide_heads, Apart(), torch.randn(3, 7, 20))
+    graph = rewritten(wide_heads, Batched(by_ours, head_dim=WIDTH), torch.randn(3, 7, 32))
     assert widths(graph) == {WIDE} and num_pads(graph) == 0
     assert len(graph.derived) == 7
 
 
-# What is computed with is not stored head by head.
-HEADS_FIRST = Packed(order="heads first")
+def read_twice(packed: Any, *inputs: Tensor) -> Tensor:
+    result = packed.attended(*inputs).view(-1, packed.features)
+    return packed.out(result) + result[:, :20]
 
 
-class ReadTwice(Packed):
-    def forward(self, x: Tensor, cu_seqlens: Tensor) -> Tensor:
-        result = self.attended(x, cu_seqlens).view(-1, FEATURES)
-        return self.out(result) + result[:, :20]
+def heads_inside_of_features(packed: Any, *inputs: Tensor) -> Tensor:
+    return packed.out(packed.attended(*inputs).transpose(1, 2).reshape(-1, packed.features))
 
 
-class Normalized(Packed):
-    def forward(self, x: Tensor, cu_seqlens: Tensor) -> Tensor:
-        return self.out(self.attended(x, cu_seqlens).view(-1, FEATURES).relu())
+OTHERS = {
+    "what is computed with is not stored head by head": Packed(order="heads first"),
+    "read twice": Using(Packed(), read_twice),
+    "a function": Using(Packed(), lambda each, *given: each.out(each.attended(*given).flatten(1).relu())),
+    "heads inside of features": Using(Packed(), heads_inside_of_features),
+}
 
 
-class ByWidth(Packed):
-    """Reads the result with heads inside of features."""
-
-    def forward(self, x: Tensor, cu_seqlens: Tensor) -> Tensor:
-        return self.out(self.attended(x, cu_seqlens).transpose(1, 2).reshape(-1, FEATURES))
-
-
-@pytest.mark.parametrize("module", [ReadTwice(), HEADS_FIRST, Normalized(), ByWidth()])
-def test_other_graphs_stay_as_they_are(module: Packed) -> None:
+@pytest.mark.parametrize("module", OTHERS.values(), ids=OTHERS)
+def test_other_graphs_stay_as_they_are(module: nn.Module) -> None:
     widened(module, times=0)
 
 
@@ -116,16 +99,7 @@ def test_other_graphs_stay_as_they_are(module: Packed) -> None:
     ("width", "pays"), [(16, False), (20, False), (24, False), (72, True), (88, True), (64, False)]
 )
 def test_only_widths_that_need_little_are_padded(width: int, pays: bool) -> None:
-    class Heads(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.qkv, self.out = nn.Linear(8, 3 * width), nn.Linear(width, 8)
-
-        def forward(self, x: Tensor, cu_seqlens: Tensor) -> Tensor:
-            q, k, v = self.qkv(x).view(-1, 3, 1, width).unbind(1)
-            return self.out(varlen_attention(q, k, v, cu_seqlens, 5, 0.2).view(-1, width))
-
-    widened(Heads(), times=int(pays), features=8)
+    widened(Packed(width), times=int(pays))
 
 
 class Blocks(nn.Module):
