@@ -92,9 +92,9 @@ def test_workers_take_shares_of_equal_cost_and_the_least_loaded_goes_first() -> 
     for number in range(8):
         _queue(bench, str(number), 1.0)
     first, second = bench.workers
-    assert len(_batch(bench.books.encoding.take(first)).entries) == 4
+    assert len(bench.books.encoding.take(first).entries) == 4
     assert bench.books.encoding.take(first) is None, "the other has nothing in hand"
-    assert len(_batch(bench.books.encoding.take(second)).entries) == 4
+    assert len(bench.books.encoding.take(second).entries) == 4
     assert (first.load, second.load) == (4.0, 4.0)
 
 
@@ -103,7 +103,7 @@ def test_a_worker_is_not_waited_for_if_it_takes_nothing_more() -> None:
     bench.workers[1].status = WorkerStatus.DRAINING
     for number in range(3):
         _queue(bench, str(number), 1.0)
-    assert len(_batch(bench.books.encoding.take(bench.workers[0])).entries) == 3
+    assert len(bench.books.encoding.take(bench.workers[0]).entries) == 3
     assert bench.books.encoding.take(bench.workers[1]) is None
 
 
@@ -112,7 +112,7 @@ def test_a_worker_rests_until_it_was_busy_for_no_more_than_its_share() -> None:
     take = lambda: bench.books.encoding.take(bench.workers[0])  # noqa: E731
     for name in "abc":
         _queue(bench, name)
-    first, second = _batch(take()), _batch(take())  # both are in hand at once, and take 3 seconds together
+    first, second = take(), take()  # both are in hand at once, and take 3 seconds together
     bench.clock.now = 2.0
     _end(bench, first)
     bench.clock.now = 3.0
@@ -121,7 +121,7 @@ def test_a_worker_rests_until_it_was_busy_for_no_more_than_its_share() -> None:
     bench.clock.now = 11.9
     assert take() == pytest.approx(0.1)
     bench.clock.now = 12.1
-    third = _batch(take())
+    third = take()
     bench.clock.now = 13.1
     _end(bench, third)
     _queue(bench, "d")
@@ -200,11 +200,6 @@ def _queue(bench: Bench, name: str, cost: float = 1.0) -> None:
 def _end(bench: Bench, batch: Batch) -> None:
     batch.failures = {each: ConnectorError("for the test", "encoder", False) for each in batch.entries}
     bench.books.encoding.publish(batch)
-
-
-def _batch(taken: Batch | float | None) -> Batch:
-    assert isinstance(taken, Batch)
-    return taken
 
 
 # --- tenants

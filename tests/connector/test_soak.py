@@ -119,35 +119,27 @@ class FaultyCopies(Copies):
         if luck < 0.3:
             raise RuntimeError("an injected fault of a copy")
         target, event = super().to_host(rows, buffer)
-        return (target, FailingEvent()) if luck < 0.6 else (target, event)
+        return (target, LateEvent(is_lost=True)) if luck < 0.6 else (target, event)
 
     def mark(self, device: torch.device) -> Any:
         return LateEvent() if self._draw.random() < self._rate else super().mark(device)
 
 
 class LateEvent:
-    """Of a device that needs some milliseconds."""
+    """Of a device that needs some milliseconds, and may be lost by then."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_lost: bool = False) -> None:
         self._due = time.monotonic() + 0.003
+        self._is_lost = is_lost
 
     def query(self) -> bool:
-        return time.monotonic() >= self._due
+        has_passed = time.monotonic() >= self._due
+        if has_passed and self._is_lost:
+            raise RuntimeError("an injected fault during a copy")
+        return has_passed
 
     def synchronize(self) -> None:
         time.sleep(max(0.0, self._due - time.monotonic()))
-
-
-class FailingEvent(LateEvent):
-    """Raises from `query` and `synchronize` after some milliseconds, as events of a lost device do."""
-
-    def query(self) -> bool:
-        if super().query():
-            raise RuntimeError("an injected fault during a copy")
-        return False
-
-    def synchronize(self) -> None:
-        super().synchronize()
         self.query()
 
 

@@ -28,7 +28,6 @@ from fxsplit_encoder.kernels.products.measured import (
     ProductMeter,
     ProductShape,
     activate,
-    current_product_chooser,
     interleaved,
     linear,
 )
@@ -107,11 +106,8 @@ def test_accuracy_comes_before_time_and_the_fastest_is_chosen() -> None:
 def test_the_current_chooser_decides_what_the_op_runs() -> None:
     chooser, _ = make()
     rows, weight = torch.randn(5, 16), torch.randn(8, 16)
-    before = current_product_chooser()
     with choosing(chooser):
-        assert current_product_chooser() is chooser
         out = linear(rows, weight, None, "gelu")
-    assert current_product_chooser() is before
     assert chooser.measurements.kernels[0].calls == 1
     torch.testing.assert_close(out, F.gelu(rows @ weight.t()))
 
@@ -137,10 +133,7 @@ def test_the_op_is_a_linear_layer_and_its_activation(
 def test_wrong_arguments_are_named() -> None:
     rows, weight = torch.randn(5, 16), torch.randn(8, 16)
     for arguments, message in (
-        (
-            (rows, weight, None, "relu"),
-            "activation: expected one of gelu, gelu_tanh, swiglu, got 'relu'",
-        ),
+        ((rows, weight, None, "relu"), "activation: expected one of gelu, gelu_tanh, swiglu, got 'relu'"),
         ((rows, weight[:7], None, "swiglu"), "an even number of rows of the weight, got 7"),
         ((rows[None], weight, None, "gelu"), "expected rows"),
         ((rows, weight, rows[0], "gelu"), r"bias: expected \(8,\), got \(16,\)"),
