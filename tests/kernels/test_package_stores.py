@@ -14,11 +14,7 @@ import torch
 
 from fxsplit_encoder.kernels import compile_jobs, store
 from fxsplit_encoder.kernels.attention.flash_attn import FlashAttention4, ignore_warning
-from fxsplit_encoder.kernels.compile_jobs import (
-    FLASH_CACHE,
-    keep_flash_attention,
-    package_store,
-)
+from fxsplit_encoder.kernels.compile_jobs import FLASH_CACHE, keep_flash_attention, package_store
 from fxsplit_encoder.kernels.compile_jobs import FLASH_DIRECTORY as DIRECTORY
 from fxsplit_encoder.kernels.compile_jobs import FLASH_SWITCH as SWITCH
 

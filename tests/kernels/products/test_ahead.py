@@ -60,10 +60,7 @@ def test_each_activation_is_begun_once(begun: list[Any]) -> None:
         measured.compile_ahead([layer("gelu"), layer("gelu"), layer("swiglu")], CUDA)
         measured.compile_ahead([layer("swiglu", bias=False)], CUDA)
         measured.compile_ahead([layer("gelu")], torch.device("cpu"))
-    assert begun == [
-        (TILES, "gelu", torch.bfloat16),
-        (TILES, "swiglu", torch.bfloat16),
-    ]
+    assert begun == [(TILES, "gelu", torch.bfloat16), (TILES, "swiglu", torch.bfloat16)]
 
 
 def test_nothing_is_begun_where_a_setting_or_earlier_times_choose(begun: list[Any]) -> None:
