@@ -342,9 +342,6 @@ def test_a_batch_that_comes_while_another_is_computed_is_given_to_the_device_at_
 class Slicing(FakeEncoder):
     """Cuts what has a number of rows by rows, whose values do not depend on that."""
 
-    def __init__(self, on_encode: Any = lambda items: None) -> None:
-        super().__init__(on_encode=on_encode)
-
     def slices(self, item: PreparedItem, most_cost: float) -> list[PreparedItem]:
         most, first = int(most_cost), 0
         made = []
@@ -381,7 +378,9 @@ def test_nothing_is_cut_unless_asked_for(encoder: Any) -> None:
 
 def test_items_that_are_not_cut_are_encoded_together() -> None:
     stage = Stage(is_open=False)
-    with connector([lambda: Slicing(stage)], stage=stage, max_slice_cost=4.0, max_batch_items=3) as each:
+    with connector(
+        [lambda: Slicing(on_encode=stage)], stage=stage, max_slice_cost=4.0, max_batch_items=3
+    ) as each:
         items = [image("a", 2), image("long", 6), image("b", 3)]
         told = encode_behind(each, stage, *map(request, items))
         assert told == ["ready"] * 4
@@ -393,7 +392,7 @@ def test_items_that_are_not_cut_are_encoded_together() -> None:
 def test_a_device_has_no_more_than_two_slices_and_images_pass_between_them() -> None:
     copies, seen = SlowCopies(), Seen()
     copies.marks_wait = True
-    with connector([lambda: Slicing(seen)], copies=copies, max_slice_cost=4.0) as each:
+    with connector([lambda: Slicing(on_encode=seen)], copies=copies, max_slice_cost=4.0) as each:
         video = each.submit(request(image("video", 20)))
         wait_until(lambda: len(copies.marks) == 2)
         assert len(seen.batches) == 2
@@ -433,7 +432,7 @@ def test_a_slice_that_fails_fails_its_item_alone() -> None:
         if any(item.metadata.get("first") == 4 for item in items):
             raise ValueError("the second slice")
 
-    with connector([lambda: Slicing(fail)], max_slice_cost=4.0) as each:
+    with connector([lambda: Slicing(on_encode=fail)], max_slice_cost=4.0) as each:
         long, short = each.submit(request(image("long", 10))), each.submit(request(image("short", 3)))
         assert (kind_of(long), wait(short)) == (("encoder", False), "ready")
         each.release(short)
@@ -444,7 +443,7 @@ def test_a_slice_that_fails_fails_its_item_alone() -> None:
 def test_a_device_that_is_lost_between_slices_is_no_items_fault() -> None:
     copies = SlowCopies()
     copies.marks_wait = True
-    with connector([lambda: Slicing()], copies=copies, max_slice_cost=4.0) as each:
+    with connector([Slicing], copies=copies, max_slice_cost=4.0) as each:
         ticket = each.submit(request(image("long", 12)))
         wait_until(lambda: len(copies.marks) == 2)
         copies.marks_wait = False
@@ -471,7 +470,7 @@ def test_a_worker_rests_after_every_slice_and_not_again_at_the_end() -> None:
 
 def test_a_worker_that_rests_between_slices_ends_when_it_is_told_to() -> None:
     seen = Seen()
-    with connector([lambda: Slicing(seen)], max_slice_cost=4.0, max_busy_share=1e-9) as each:
+    with connector([lambda: Slicing(on_encode=seen)], max_slice_cost=4.0, max_busy_share=1e-9) as each:
         ticket = each.submit(request(image("long", 12)))
         wait_until(lambda: len(seen.batches) == 1)
         assert ticket.wait(0.05) == "deferred"

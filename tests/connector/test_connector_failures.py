@@ -34,7 +34,7 @@ from fxsplit_encoder.connector.threads import pool
 from fxsplit_encoder.connector.threads.copies import Copies
 from fxsplit_encoder.errors import EncoderLostError, InputError, MediaError
 
-from .books.test_any_history import MEDIA, AnyHistory, Bench
+from .books.test_any_history import AnyHistory, Bench
 from .scenes import (
     PATIENCE_S,
     Stage,
@@ -557,8 +557,11 @@ def test_rows_for_the_host_are_there_when_they_are_merged() -> None:
 
 
 def test_what_is_held_again_has_the_whole_timeout_again() -> None:
-    bench = Bench.make(timeout_s=5.0)
-    ticket = _ready(bench, "a", "b")
+    bench = Bench.make(2, timeout_s=5.0)
+    ticket = bench.submit(request("a", "b"), [4, 4])
+    AnyHistory.of(bench).work("ready")
+    bench.books.settle()
+    assert ticket.state is State.READY
     bench.clock.now = 4.0
     bench.books.release(ticket, 0)
     bench.books.settle()
@@ -572,17 +575,6 @@ def test_what_is_held_again_has_the_whole_timeout_again() -> None:
     bench.clock.now = 9.0
     bench.books.expire()
     assert ticket.state is State.FAILED and ticket.error is not None and ticket.error.kind == "timeout"
-
-
-def _ready(bench: Bench, *names: str) -> Any:
-    machine = AnyHistory.of(bench)
-    bench.start_worker("w1")
-    ticket = bench.submit(request(*names), [MEDIA[name] for name in names])
-    machine.tickets.append(ticket)
-    machine.work("ready")
-    bench.books.settle()
-    assert ticket.state is State.READY
-    return ticket
 
 
 # --- the end

@@ -273,7 +273,7 @@ def make_references(num_media: int) -> dict[bytes, Tensor]:
     return {item.digest: tiny_vision.eager_rows(item) for item in items}
 
 
-def make_connector(rate: float, encoders: Sequence[Callable[[], Any]] = (), **settings: Any) -> Connector:
+def make_connector(rate: float, encoders: Sequence[Callable[[], Any]] = ()) -> Connector:
     """Two workers with real towers and faults, and others; less memory than there is to keep."""
     managers = [tiny_vision.manager() for _ in range(2)]
     seeds = iter(range(1 << 30))
@@ -281,21 +281,17 @@ def make_connector(rate: float, encoders: Sequence[Callable[[], Any]] = (), **se
     def faulty(index: int) -> Callable[[], FaultyEncoder]:
         return lambda: FaultyEncoder(ManagerEncoder(managers[index]), rate, next(seeds))
 
-    defaults = {
-        "host_bytes": 32 * PAGE,
-        "device_bytes": 4 * PAGE,
-        "staging_bytes": 1 << 20,
-        "cpu_workers": 2,
-        "max_batch_items": 8,
-        "max_waiting_items": 64,
-        "timeout_s": PATIENCE_S,
-    }
-    return Connector(
-        tiny_vision.processor(),
-        [faulty(0), faulty(1), *encoders],
-        ConnectorConfig(**{**defaults, **settings}),
-        copies=FaultyCopies(rate, 7),
+    settings = ConnectorConfig(
+        host_bytes=32 * PAGE,
+        device_bytes=4 * PAGE,
+        staging_bytes=1 << 20,
+        cpu_workers=2,
+        max_batch_items=8,
+        max_waiting_items=64,
+        timeout_s=PATIENCE_S,
     )
+    encoders = [faulty(0), faulty(1), *encoders]
+    return Connector(tiny_vision.processor(), encoders, settings, copies=FaultyCopies(rate, 7))
 
 
 def resident_bytes() -> int:
