@@ -269,13 +269,9 @@ class Conditions:
         self.notified.clear()
 
 
-@pytest.fixture
-def conditions(monkeypatch: pytest.MonkeyPatch) -> Conditions:
-    return Conditions(monkeypatch)
-
-
 @pytest.mark.parametrize("device_bytes", [0, 1 << 20])
-def test_features_that_are_kept_wake_no_worker(conditions: Conditions, device_bytes: int) -> None:
+def test_features_that_are_kept_wake_no_worker(monkeypatch: pytest.MonkeyPatch, device_bytes: int) -> None:
+    conditions = Conditions(monkeypatch)
     with connector(2, device_bytes=device_bytes, host_bytes=4096) as each:
         for name in "abc":
             ticket = ready(each, name, retention="keep")
@@ -286,9 +282,8 @@ def test_features_that_are_kept_wake_no_worker(conditions: Conditions, device_by
         assert conditions.notified == []
 
 
-def test_cpu_workers_are_not_woken_for_what_they_may_not_do_yet(
-    conditions: Conditions, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cpu_workers_are_not_woken_for_what_they_may_not_do_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    conditions = Conditions(monkeypatch)
     monkeypatch.setattr(encoding, "BATCHES_IN_FLIGHT", 1)
     with staged(input_bytes=1, max_batch_items=1) as (each, stage):
         tickets = [each.submit(request(name)) for name in "abcdef"]

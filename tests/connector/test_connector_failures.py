@@ -501,34 +501,22 @@ def test_a_salt_that_no_hash_takes_is_refused_at_once() -> None:
 # --- readers
 
 
-@pytest.mark.parametrize("device", ["no device", 7.5])
-def test_a_reader_that_names_no_device_holds_nothing(device: Any) -> None:
-    with connector() as each:
-        ticket = ready(each, "a")
-        with pytest.raises((InputError, RuntimeError, TypeError)):
-            with each.read(ticket, device=device):
-                pass
-        each.release(ticket)
-        assert_nothing_is_left(each)
-
-
-def test_a_reader_whose_device_is_lost_holds_nothing() -> None:
-    class LostDevice(Copies):
-        is_lost = False
-
-        def mark(self, device: torch.device) -> Any:
-            if self.is_lost:
-                raise RuntimeError("an illegal memory access was encountered")
-            return super().mark(device)
-
-    copies = LostDevice()
+@pytest.mark.parametrize(
+    ("device", "fault"),
+    [("no device", None), (7.5, None), ("cpu", RuntimeError("an illegal memory access was encountered"))],
+)
+def test_a_reader_whose_device_is_none_or_lost_holds_nothing(
+    device: Any, fault: Exception | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copies = Copies()
     with connector(copies=copies) as each:
         ticket = ready(each, "a")
-        copies.is_lost = True
-        with pytest.raises(RuntimeError, match="illegal"):
-            with each.read(ticket):
+        with monkeypatch.context() as patch, pytest.raises((InputError, RuntimeError, TypeError)) as caught:
+            if fault is not None:
+                patch.setattr(copies, "mark", mock.Mock(side_effect=fault))
+            with each.read(ticket, device=device):
                 pass
-        copies.is_lost = False
+        assert fault in (None, caught.value)
         each.release(ticket)
         assert_nothing_is_left(each)
 

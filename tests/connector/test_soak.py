@@ -15,9 +15,9 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from torch import Tensor
@@ -39,12 +39,11 @@ from . import tiny_vision
 from .resources import nothing_left
 from .scenes import PATIENCE_S
 
-pytestmark = pytest.mark.usefixtures("restarts_without_end")
 TOKENS = {"image": 9, "video": 8}
 PAGE = 4096
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def restarts_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool, "MOST_RESTARTS", 1 << 20)
 
@@ -299,8 +298,7 @@ def resident_bytes() -> int:
     gc.collect()
     with contextlib.suppress(OSError, AttributeError):  # another C library than glibc
         ctypes.CDLL("libc.so.6").malloc_trim(0)
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * 4096
+    return psutil.Process().memory_info().rss
 
 
 def serve(engine: Engine, num_requests: int) -> None:

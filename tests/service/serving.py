@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -65,3 +66,12 @@ def serving(model: Path, loop: asyncio.AbstractEventLoop | None = None, **settin
         running.server.should_exit = True
         running.thread.join()
         running.service.encoder.close()
+
+
+def answers(url: str, process: subprocess.Popen[bytes], log: Path) -> bool:
+    """Whether a service does, whose process must not be over."""
+    assert process.poll() is None, log.read_text()
+    try:
+        return httpx.get(url).status_code == 200
+    except httpx.HTTPError:
+        return False

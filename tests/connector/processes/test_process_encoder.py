@@ -292,21 +292,12 @@ ROOT = Path(__file__).parents[3]
 PHOTOGRAPHS = sorted((ROOT / "examples" / "images").glob("*.jpg"))[:2]
 
 
-@pytest.fixture
-def checkpoint(tmp_path: Path) -> Path:
-    return save(tmp_path / "checkpoint", "qwen2_5_vl")[1]
-
-
-@pytest.fixture
-def prepared(checkpoint: Path) -> list[PreparedItem]:
-    processor = media_processor(weightless_tower(checkpoint), checkpoint)
-    options = {"max_pixels": 64 * 28 * 28}
-    items = [MediaItem("image", path, options) for path in PHOTOGRAPHS]
-    return [processor.prepare(item) for item in items]
-
-
 @pytest.mark.exhaustive
-def test_a_tower_in_a_process_of_its_own(checkpoint: Path, prepared: list[PreparedItem]) -> None:
+def test_a_tower_in_a_process_of_its_own(tmp_path: Path) -> None:
+    _, checkpoint = save(tmp_path / "checkpoint", "qwen2_5_vl")
+    processor = media_processor(weightless_tower(checkpoint), checkpoint)
+    size = {"max_pixels": 64 * 28 * 28}
+    prepared = [processor.prepare(MediaItem("image", path, size)) for path in PHOTOGRAPHS]
     here = checkpoint_encoder(checkpoint)
     expected = here.encode(prepared)
     options = ProcessOptions(max_bytes=1 << 22, environment={"FXSPLIT_TEST": "1"})

@@ -103,13 +103,13 @@ def test_a_call_waits_for_what_is_being_compiled(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("package", "job", "count"),
+    ("package", "job"),
     [
-        ("flash_attn", '["flash_attn_4_64x128", 72, "bfloat16"]', 1),
-        ("quack", '["quack_128x192", "gelu", "bfloat16"]', 1),
+        ("flash_attn", '["flash_attn_4_64x128", 72, "bfloat16"]'),
+        ("quack", '["quack_128x192", "gelu", "bfloat16"]'),
     ],
 )
-def test_what_one_process_compiles_another_loads(package: str, job: str, count: int, tmp_path: Path) -> None:
+def test_what_one_process_compiles_another_loads(package: str, job: str, tmp_path: Path) -> None:
     if any(importlib.util.find_spec(each) is None for each in (package, "cutlass", "triton")):
         pytest.skip(f"{package} is not installed")
     environment = {
@@ -126,4 +126,4 @@ def test_what_one_process_compiles_another_loads(package: str, job: str, count: 
     never = f"import cutlass.cute, {MODULE} as m; cutlass.cute.compile = None; m.main([input()])"
     for command in (["-m", MODULE], ["-c", never]):
         subprocess.run([sys.executable, *command], env=environment, input=job, text=True, check=True)
-        assert len([*tmp_path.rglob("*.o")]) == count
+        assert len([*tmp_path.rglob("*.o")]) == 1
