@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import subprocess
 import sys
 import threading
@@ -298,13 +299,7 @@ BROKEN_CONTEXT = "CUDA error: an illegal memory access was encountered"
 
 @pytest.mark.parametrize("death", [Killed(), torch.AcceleratorError(BROKEN_CONTEXT)], ids=repr)
 def test_the_work_of_a_worker_that_dies_goes_to_another(death: BaseException) -> None:
-    deaths = iter([death])
-
-    def die_once(items: Sequence[PreparedItem]) -> None:
-        for each in deaths:
-            raise each
-
-    with connector(2, stage=die_once) as each:
+    with connector(2, stage=mock.Mock(side_effect=itertools.chain([death], itertools.repeat(None)))) as each:
         tickets = [each.submit(request(name)) for name in "abc"]
         assert [wait(ticket) for ticket in tickets] == ["ready"] * 3
         assert (each.stats().lost_workers, each.stats().worker_restarts) == (1, 1)
@@ -346,17 +341,11 @@ def test_when_every_worker_is_lost_nothing_hangs(monkeypatch: pytest.MonkeyPatch
 
 
 def test_an_encoder_that_does_not_start_is_given_up_after_some_tries() -> None:
-    made: list[FakeEncoder] = []
-
-    class Unable(FakeEncoder):
-        def start(self) -> None:
-            made.append(self)
-            raise RuntimeError("no such device")
-
-    with connector([Unable]) as each:
-        ticket = each.submit(request("a"))
-        assert kind_of(ticket) == ("worker_lost", True)
-        assert len(made) == 1 + pool.MOST_RESTARTS
+    unable: Any = FakeEncoder()
+    unable.start = mock.Mock(side_effect=RuntimeError("no such device"))
+    with connector([lambda: unable]) as each:
+        assert kind_of(each.submit(request("a"))) == ("worker_lost", True)
+        assert unable.start.call_count == 1 + pool.MOST_RESTARTS
 
 
 def test_a_worker_that_hangs_is_given_up_by_itself() -> None:
@@ -590,15 +579,11 @@ def test_a_worker_that_is_lost_while_the_connector_is_closed_is_not_started_agai
 
 
 def test_encoders_are_closed_when_another_cannot_be_made() -> None:
-    closed: list[str] = []
-
-    class Closes(FakeEncoder):
-        def close(self) -> None:
-            closed.append("first")
-
+    first: Any = FakeEncoder()
+    first.close = mock.Mock()
     with pytest.raises(RuntimeError, match="no device"):
-        connector([Closes, mock.Mock(side_effect=RuntimeError("no device"))])
-    assert closed == ["first"]
+        connector([lambda: first, mock.Mock(side_effect=RuntimeError("no device"))])
+    first.close.assert_called_once_with()
 
 
 def test_threads_of_workers_that_were_given_up_are_forgotten_once_they_end() -> None:

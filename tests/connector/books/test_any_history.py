@@ -68,10 +68,6 @@ class Clock:
         return self.now
 
 
-def key_of(digest: bytes, salt: str) -> bytes:
-    return digest + b"|" + salt.encode()
-
-
 @dataclass
 class Bench:
     """Books, and what their tests need to hand."""
@@ -91,7 +87,7 @@ class Bench:
         settled = threading.Condition()
         settled.acquire()  # this thread is the only one
         holdings = Holdings(config, row_bytes, settled, clock, can_reduce)
-        bench = cls(Books(holdings, key_of), clock)
+        bench = cls(Books(holdings, lambda digest, salt: digest + b"|" + salt.encode()), clock)
         bench.books.admission.max_overtakes = max_overtakes
         for number in range(num_workers):
             bench.start_worker(f"w{number}")

@@ -72,16 +72,12 @@ class Clock(ProductMeter):
         return self._times[name]
 
 
-def fail(out: Tensor) -> Tensor:
-    raise RuntimeError("no tile for it")
-
-
 def make() -> tuple[ProductChooser, Clock]:
     kernels = (
         FakeKernel("base"),
         FakeKernel("fast"),
         FakeKernel("wrong", lambda out: out * 1.05),
-        FakeKernel("fails", fail),
+        FakeKernel("fails", mock.Mock(side_effect=RuntimeError("no tile for it"))),
     )
     clock = Clock(kernels, base=10.0, fast=5.0, wrong=1.0, fails=1.0)
     return ProductChooser(measurements=KernelMeasurements(ProductShape, kernels, clock)), clock
