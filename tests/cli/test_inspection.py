@@ -67,16 +67,12 @@ class Family:
         return fx.wrap(module, DenseTowerSpec((3, 2, 2), 4, 4, output=lambda features: features))
 
 
-def inspect(mixed: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
-    monkeypatch.setattr("fxsplit_encoder.cli.inspection.describe_tower", lambda tower: "3 blocks")
-    run_inspect(Blocks(mixed).eval(), Family(), fx.EncoderConfig(), Document())  # type: ignore[arg-type]
-    return capsys.readouterr().out
-
-
 def test_passes_and_unproved_nodes_stand_beside_their_places(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    out = inspect(1, monkeypatch, capsys)
+    monkeypatch.setattr("fxsplit_encoder.cli.inspection.describe_tower", lambda tower: "3 blocks")
+    run_inspect(Blocks(1).eval(), Family(), fx.EncoderConfig(), Document())  # type: ignore[arg-type]
+    out = capsys.readouterr().out
     (verdict,) = [line for line in out.splitlines() if line.startswith("padding ")]
     assert verdict.startswith(
         "padding  declared by the tower, not proved: mean: mean reduces over tokens, at "

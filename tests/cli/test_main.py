@@ -215,9 +215,8 @@ ERRORS = {
 }
 
 
-@pytest.mark.parametrize("name", ERRORS)
-def test_errors_are_a_line_and_exit_code_2(name: str) -> None:
-    arguments, message = ERRORS[name]
+@pytest.mark.parametrize(("arguments", "message"), ERRORS.values(), ids=ERRORS)
+def test_errors_are_a_line_and_exit_code_2(arguments: list[str], message: str) -> None:
     refuse(message, *arguments)
 
 

@@ -194,7 +194,6 @@ def test_mistakes_are_a_line(tmp_path: Path, trace: Path) -> None:
     sizes.write_text('{"items": [{"input_size": 4, "output_tokens": 1}]}\n', encoding="utf-8")
     cases = {
         (sizes,): "expected a run that EncoderCudaGraphManager.record_trace wrote",
-        (tmp_path / "absent.jsonl",): "absent.jsonl: cannot be read",
         (trace, "-o", tmp_path): "a directory; expected the file to write",
         (trace, "-o", tmp_path / "page.txt"): "expected a name that ends in .html",
     }

@@ -60,19 +60,11 @@ def test_limits_and_paths_end_up_in_the_configuration(tmp_path: Path) -> None:
 def test_wrong_inputs_are_a_line_and_exit_code_2(tmp_path: Path) -> None:
     good = write_trace(tmp_path / "good.jsonl", [EncoderItemSpec(400, 100)])
     empty = write_trace(tmp_path / "empty.jsonl")
-    without_items = write_trace(tmp_path / "without.jsonl", [])
-    broken = tmp_path / "broken.jsonl"
-    broken.write_text('{"items": []}\n{"items": 3}\n', encoding="utf-8")
     output = tmp_path / "tuned.yaml"
     cases = {
-        (tmp_path / "absent.jsonl",): "absent.jsonl: cannot be read: No such file",
         (empty,): "empty.jsonl: expected one request per line; got an empty trace",
-        (without_items,): "expected a trace with at least one item that has output tokens",
-        (broken,): "broken.jsonl, line 2, request.items: Input should be a valid array; got 3",
         (good, "--max-bytes", "much"): "--max-bytes much: max_graph_bytes: not a size",
-        (good, "--max-bytes", "1KiB"): "max_bytes: expected enough for",
         (good, "-o", tmp_path / "absent" / "x.yaml"): "x.yaml: no such directory",
-        (good, "-o", tmp_path): "a directory; expected the file to write",
         (good, "--model", "absent"): "--model absent: no such directory or name",
     }
     for arguments, message in cases.items():

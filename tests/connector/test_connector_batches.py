@@ -92,9 +92,9 @@ def test_workers_take_shares_of_equal_cost_and_the_least_loaded_goes_first() -> 
     for number in range(8):
         _queue(bench, str(number), 1.0)
     first, second = bench.workers
-    assert len(_batch(bench.books.encoding.take(first)).entries) == 4
+    assert len(bench.books.encoding.take(first).entries) == 4
     assert bench.books.encoding.take(first) is None, "the other has nothing in hand"
-    assert len(_batch(bench.books.encoding.take(second)).entries) == 4
+    assert len(bench.books.encoding.take(second).entries) == 4
     assert (first.load, second.load) == (4.0, 4.0)
 
 
@@ -103,7 +103,7 @@ def test_a_worker_is_not_waited_for_if_it_takes_nothing_more() -> None:
     bench.workers[1].status = WorkerStatus.DRAINING
     for number in range(3):
         _queue(bench, str(number), 1.0)
-    assert len(_batch(bench.books.encoding.take(bench.workers[0])).entries) == 3
+    assert len(bench.books.encoding.take(bench.workers[0]).entries) == 3
     assert bench.books.encoding.take(bench.workers[1]) is None
 
 
@@ -112,7 +112,7 @@ def test_a_worker_rests_until_it_was_busy_for_no_more_than_its_share() -> None:
     take = lambda: bench.books.encoding.take(bench.workers[0])  # noqa: E731
     for name in "abc":
         _queue(bench, name)
-    first, second = _batch(take()), _batch(take())  # both are in hand at once, and take 3 seconds together
+    first, second = take(), take()  # both are in hand at once, and take 3 seconds together
     bench.clock.now = 2.0
     _end(bench, first)
     bench.clock.now = 3.0
@@ -121,7 +121,7 @@ def test_a_worker_rests_until_it_was_busy_for_no_more_than_its_share() -> None:
     bench.clock.now = 11.9
     assert take() == pytest.approx(0.1)
     bench.clock.now = 12.1
-    third = _batch(take())
+    third = take()
     bench.clock.now = 13.1
     _end(bench, third)
     _queue(bench, "d")
@@ -202,11 +202,6 @@ def _end(bench: Bench, batch: Batch) -> None:
     bench.books.encoding.publish(batch)
 
 
-def _batch(taken: Batch | float | None) -> Batch:
-    assert isinstance(taken, Batch)
-    return taken
-
-
 # --- tenants
 
 
@@ -274,13 +269,9 @@ class Conditions:
         self.notified.clear()
 
 
-@pytest.fixture
-def conditions(monkeypatch: pytest.MonkeyPatch) -> Conditions:
-    return Conditions(monkeypatch)
-
-
 @pytest.mark.parametrize("device_bytes", [0, 1 << 20])
-def test_features_that_are_kept_wake_no_worker(conditions: Conditions, device_bytes: int) -> None:
+def test_features_that_are_kept_wake_no_worker(monkeypatch: pytest.MonkeyPatch, device_bytes: int) -> None:
+    conditions = Conditions(monkeypatch)
     with connector(2, device_bytes=device_bytes, host_bytes=4096) as each:
         for name in "abc":
             ticket = ready(each, name, retention="keep")
@@ -291,9 +282,8 @@ def test_features_that_are_kept_wake_no_worker(conditions: Conditions, device_by
         assert conditions.notified == []
 
 
-def test_cpu_workers_are_not_woken_for_what_they_may_not_do_yet(
-    conditions: Conditions, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cpu_workers_are_not_woken_for_what_they_may_not_do_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    conditions = Conditions(monkeypatch)
     monkeypatch.setattr(encoding, "BATCHES_IN_FLIGHT", 1)
     with staged(input_bytes=1, max_batch_items=1) as (each, stage):
         tickets = [each.submit(request(name)) for name in "abcdef"]
@@ -347,9 +337,6 @@ def test_a_batch_that_comes_while_another_is_computed_is_given_to_the_device_at_
 class Slicing(FakeEncoder):
     """Cuts what has a number of rows by rows, whose values do not depend on that."""
 
-    def __init__(self, on_encode: Any = lambda items: None) -> None:
-        super().__init__(on_encode=on_encode)
-
     def slices(self, item: PreparedItem, most_cost: float) -> list[PreparedItem]:
         most, first = int(most_cost), 0
         made = []
@@ -386,7 +373,9 @@ def test_nothing_is_cut_unless_asked_for(encoder: Any) -> None:
 
 def test_items_that_are_not_cut_are_encoded_together() -> None:
     stage = Stage(is_open=False)
-    with connector([lambda: Slicing(stage)], stage=stage, max_slice_cost=4.0, max_batch_items=3) as each:
+    with connector(
+        [lambda: Slicing(on_encode=stage)], stage=stage, max_slice_cost=4.0, max_batch_items=3
+    ) as each:
         items = [image("a", 2), image("long", 6), image("b", 3)]
         told = encode_behind(each, stage, *map(request, items))
         assert told == ["ready"] * 4
@@ -398,7 +387,7 @@ def test_items_that_are_not_cut_are_encoded_together() -> None:
 def test_a_device_has_no_more_than_two_slices_and_images_pass_between_them() -> None:
     copies, seen = SlowCopies(), Seen()
     copies.marks_wait = True
-    with connector([lambda: Slicing(seen)], copies=copies, max_slice_cost=4.0) as each:
+    with connector([lambda: Slicing(on_encode=seen)], copies=copies, max_slice_cost=4.0) as each:
         video = each.submit(request(image("video", 20)))
         wait_until(lambda: len(copies.marks) == 2)
         assert len(seen.batches) == 2
@@ -438,7 +427,7 @@ def test_a_slice_that_fails_fails_its_item_alone() -> None:
         if any(item.metadata.get("first") == 4 for item in items):
             raise ValueError("the second slice")
 
-    with connector([lambda: Slicing(fail)], max_slice_cost=4.0) as each:
+    with connector([lambda: Slicing(on_encode=fail)], max_slice_cost=4.0) as each:
         long, short = each.submit(request(image("long", 10))), each.submit(request(image("short", 3)))
         assert (kind_of(long), wait(short)) == (("encoder", False), "ready")
         each.release(short)
@@ -449,7 +438,7 @@ def test_a_slice_that_fails_fails_its_item_alone() -> None:
 def test_a_device_that_is_lost_between_slices_is_no_items_fault() -> None:
     copies = SlowCopies()
     copies.marks_wait = True
-    with connector([lambda: Slicing()], copies=copies, max_slice_cost=4.0) as each:
+    with connector([Slicing], copies=copies, max_slice_cost=4.0) as each:
         ticket = each.submit(request(image("long", 12)))
         wait_until(lambda: len(copies.marks) == 2)
         copies.marks_wait = False
@@ -476,7 +465,7 @@ def test_a_worker_rests_after_every_slice_and_not_again_at_the_end() -> None:
 
 def test_a_worker_that_rests_between_slices_ends_when_it_is_told_to() -> None:
     seen = Seen()
-    with connector([lambda: Slicing(seen)], max_slice_cost=4.0, max_busy_share=1e-9) as each:
+    with connector([lambda: Slicing(on_encode=seen)], max_slice_cost=4.0, max_busy_share=1e-9) as each:
         ticket = each.submit(request(image("long", 12)))
         wait_until(lambda: len(seen.batches) == 1)
         assert ticket.wait(0.05) == "deferred"

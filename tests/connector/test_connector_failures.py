@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import subprocess
 import sys
 import threading
@@ -34,7 +35,7 @@ from fxsplit_encoder.connector.threads import pool
 from fxsplit_encoder.connector.threads.copies import Copies
 from fxsplit_encoder.errors import EncoderLostError, InputError, MediaError
 
-from .books.test_any_history import MEDIA, AnyHistory, Bench
+from .books.test_any_history import AnyHistory, Bench
 from .scenes import (
     PATIENCE_S,
     Stage,
@@ -298,13 +299,7 @@ BROKEN_CONTEXT = "CUDA error: an illegal memory access was encountered"
 
 @pytest.mark.parametrize("death", [Killed(), torch.AcceleratorError(BROKEN_CONTEXT)], ids=repr)
 def test_the_work_of_a_worker_that_dies_goes_to_another(death: BaseException) -> None:
-    deaths = iter([death])
-
-    def die_once(items: Sequence[PreparedItem]) -> None:
-        for each in deaths:
-            raise each
-
-    with connector(2, stage=die_once) as each:
+    with connector(2, stage=mock.Mock(side_effect=itertools.chain([death], itertools.repeat(None)))) as each:
         tickets = [each.submit(request(name)) for name in "abc"]
         assert [wait(ticket) for ticket in tickets] == ["ready"] * 3
         assert (each.stats().lost_workers, each.stats().worker_restarts) == (1, 1)
@@ -346,17 +341,11 @@ def test_when_every_worker_is_lost_nothing_hangs(monkeypatch: pytest.MonkeyPatch
 
 
 def test_an_encoder_that_does_not_start_is_given_up_after_some_tries() -> None:
-    made: list[FakeEncoder] = []
-
-    class Unable(FakeEncoder):
-        def start(self) -> None:
-            made.append(self)
-            raise RuntimeError("no such device")
-
-    with connector([Unable]) as each:
-        ticket = each.submit(request("a"))
-        assert kind_of(ticket) == ("worker_lost", True)
-        assert len(made) == 1 + pool.MOST_RESTARTS
+    unable: Any = FakeEncoder()
+    unable.start = mock.Mock(side_effect=RuntimeError("no such device"))
+    with connector([lambda: unable]) as each:
+        assert kind_of(each.submit(request("a"))) == ("worker_lost", True)
+        assert unable.start.call_count == 1 + pool.MOST_RESTARTS
 
 
 def test_a_worker_that_hangs_is_given_up_by_itself() -> None:
@@ -501,34 +490,22 @@ def test_a_salt_that_no_hash_takes_is_refused_at_once() -> None:
 # --- readers
 
 
-@pytest.mark.parametrize("device", ["no device", 7.5])
-def test_a_reader_that_names_no_device_holds_nothing(device: Any) -> None:
-    with connector() as each:
-        ticket = ready(each, "a")
-        with pytest.raises((InputError, RuntimeError, TypeError)):
-            with each.read(ticket, device=device):
-                pass
-        each.release(ticket)
-        assert_nothing_is_left(each)
-
-
-def test_a_reader_whose_device_is_lost_holds_nothing() -> None:
-    class LostDevice(Copies):
-        is_lost = False
-
-        def mark(self, device: torch.device) -> Any:
-            if self.is_lost:
-                raise RuntimeError("an illegal memory access was encountered")
-            return super().mark(device)
-
-    copies = LostDevice()
+@pytest.mark.parametrize(
+    ("device", "fault"),
+    [("no device", None), (7.5, None), ("cpu", RuntimeError("an illegal memory access was encountered"))],
+)
+def test_a_reader_whose_device_is_none_or_lost_holds_nothing(
+    device: Any, fault: Exception | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copies = Copies()
     with connector(copies=copies) as each:
         ticket = ready(each, "a")
-        copies.is_lost = True
-        with pytest.raises(RuntimeError, match="illegal"):
-            with each.read(ticket):
+        with monkeypatch.context() as patch, pytest.raises((InputError, RuntimeError, TypeError)) as caught:
+            if fault is not None:
+                patch.setattr(copies, "mark", mock.Mock(side_effect=fault))
+            with each.read(ticket, device=device):
                 pass
-        copies.is_lost = False
+        assert fault in (None, caught.value)
         each.release(ticket)
         assert_nothing_is_left(each)
 
@@ -557,8 +534,11 @@ def test_rows_for_the_host_are_there_when_they_are_merged() -> None:
 
 
 def test_what_is_held_again_has_the_whole_timeout_again() -> None:
-    bench = Bench.make(timeout_s=5.0)
-    ticket = _ready(bench, "a", "b")
+    bench = Bench.make(2, timeout_s=5.0)
+    ticket = bench.submit(request("a", "b"), [4, 4])
+    AnyHistory.of(bench).work("ready")
+    bench.books.settle()
+    assert ticket.state is State.READY
     bench.clock.now = 4.0
     bench.books.release(ticket, 0)
     bench.books.settle()
@@ -572,17 +552,6 @@ def test_what_is_held_again_has_the_whole_timeout_again() -> None:
     bench.clock.now = 9.0
     bench.books.expire()
     assert ticket.state is State.FAILED and ticket.error is not None and ticket.error.kind == "timeout"
-
-
-def _ready(bench: Bench, *names: str) -> Any:
-    machine = AnyHistory.of(bench)
-    bench.start_worker("w1")
-    ticket = bench.submit(request(*names), [MEDIA[name] for name in names])
-    machine.tickets.append(ticket)
-    machine.work("ready")
-    bench.books.settle()
-    assert ticket.state is State.READY
-    return ticket
 
 
 # --- the end
@@ -610,15 +579,11 @@ def test_a_worker_that_is_lost_while_the_connector_is_closed_is_not_started_agai
 
 
 def test_encoders_are_closed_when_another_cannot_be_made() -> None:
-    closed: list[str] = []
-
-    class Closes(FakeEncoder):
-        def close(self) -> None:
-            closed.append("first")
-
+    first: Any = FakeEncoder()
+    first.close = mock.Mock()
     with pytest.raises(RuntimeError, match="no device"):
-        connector([Closes, mock.Mock(side_effect=RuntimeError("no device"))])
-    assert closed == ["first"]
+        connector([lambda: first, mock.Mock(side_effect=RuntimeError("no device"))])
+    first.close.assert_called_once_with()
 
 
 def test_threads_of_workers_that_were_given_up_are_forgotten_once_they_end() -> None:

@@ -98,8 +98,7 @@ def test_an_items_digest_covers_media_processor_and_options() -> None:
 
 def module(seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
-    made = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
-    return made
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
 
 
 @pytest.mark.parametrize("most_bytes", [1 << 28, 16], ids=["whole", "in pieces"])

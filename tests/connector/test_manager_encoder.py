@@ -69,11 +69,7 @@ def test_pixels_that_are_normalized_by_the_encoder_give_the_same_rows(encoder: M
     now, then = ([each.prepare(item) for item in items] for each in (whole, later))
     assert [item.digest for item in now] == [item.digest for item in then]
     for before, after in zip(now, then, strict=True):
-        assert {tensor.dtype for tensor in after.inputs.values()} == {
-            torch.uint8,
-            torch.int64,
-            torch.float32,
-        }
+        assert {tensor.dtype for tensor in after.inputs.values()} == {torch.uint8, torch.int64, torch.float32}
         assert after.num_bytes < before.num_bytes / 2
         assert encoder.predict_cost(before) == encoder.predict_cost(after)
         assert torch.equal(encoder.stage(after).inputs[PIXEL_TABLE], after.inputs[PIXEL_TABLE])

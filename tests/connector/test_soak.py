@@ -15,9 +15,9 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from torch import Tensor
@@ -39,12 +39,11 @@ from . import tiny_vision
 from .resources import nothing_left
 from .scenes import PATIENCE_S
 
-pytestmark = pytest.mark.usefixtures("restarts_without_end")
 TOKENS = {"image": 9, "video": 8}
 PAGE = 4096
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def restarts_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool, "MOST_RESTARTS", 1 << 20)
 
@@ -119,35 +118,27 @@ class FaultyCopies(Copies):
         if luck < 0.3:
             raise RuntimeError("an injected fault of a copy")
         target, event = super().to_host(rows, buffer)
-        return (target, FailingEvent()) if luck < 0.6 else (target, event)
+        return (target, LateEvent(is_lost=True)) if luck < 0.6 else (target, event)
 
     def mark(self, device: torch.device) -> Any:
         return LateEvent() if self._draw.random() < self._rate else super().mark(device)
 
 
 class LateEvent:
-    """Of a device that needs some milliseconds."""
+    """Of a device that needs some milliseconds, and may be lost by then."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_lost: bool = False) -> None:
         self._due = time.monotonic() + 0.003
+        self._is_lost = is_lost
 
     def query(self) -> bool:
-        return time.monotonic() >= self._due
+        has_passed = time.monotonic() >= self._due
+        if has_passed and self._is_lost:
+            raise RuntimeError("an injected fault during a copy")
+        return has_passed
 
     def synchronize(self) -> None:
         time.sleep(max(0.0, self._due - time.monotonic()))
-
-
-class FailingEvent(LateEvent):
-    """Raises from `query` and `synchronize` after some milliseconds, as events of a lost device do."""
-
-    def query(self) -> bool:
-        if super().query():
-            raise RuntimeError("an injected fault during a copy")
-        return False
-
-    def synchronize(self) -> None:
-        super().synchronize()
         self.query()
 
 
@@ -281,7 +272,7 @@ def make_references(num_media: int) -> dict[bytes, Tensor]:
     return {item.digest: tiny_vision.eager_rows(item) for item in items}
 
 
-def make_connector(rate: float, encoders: Sequence[Callable[[], Any]] = (), **settings: Any) -> Connector:
+def make_connector(rate: float, encoders: Sequence[Callable[[], Any]] = ()) -> Connector:
     """Two workers with real towers and faults, and others; less memory than there is to keep."""
     managers = [tiny_vision.manager() for _ in range(2)]
     seeds = iter(range(1 << 30))
@@ -289,21 +280,17 @@ def make_connector(rate: float, encoders: Sequence[Callable[[], Any]] = (), **se
     def faulty(index: int) -> Callable[[], FaultyEncoder]:
         return lambda: FaultyEncoder(ManagerEncoder(managers[index]), rate, next(seeds))
 
-    defaults = {
-        "host_bytes": 32 * PAGE,
-        "device_bytes": 4 * PAGE,
-        "staging_bytes": 1 << 20,
-        "cpu_workers": 2,
-        "max_batch_items": 8,
-        "max_waiting_items": 64,
-        "timeout_s": PATIENCE_S,
-    }
-    return Connector(
-        tiny_vision.processor(),
-        [faulty(0), faulty(1), *encoders],
-        ConnectorConfig(**{**defaults, **settings}),
-        copies=FaultyCopies(rate, 7),
+    settings = ConnectorConfig(
+        host_bytes=32 * PAGE,
+        device_bytes=4 * PAGE,
+        staging_bytes=1 << 20,
+        cpu_workers=2,
+        max_batch_items=8,
+        max_waiting_items=64,
+        timeout_s=PATIENCE_S,
     )
+    encoders = [faulty(0), faulty(1), *encoders]
+    return Connector(tiny_vision.processor(), encoders, settings, copies=FaultyCopies(rate, 7))
 
 
 def resident_bytes() -> int:
@@ -311,8 +298,7 @@ def resident_bytes() -> int:
     gc.collect()
     with contextlib.suppress(OSError, AttributeError):  # another C library than glibc
         ctypes.CDLL("libc.so.6").malloc_trim(0)
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * 4096
+    return psutil.Process().memory_info().rss
 
 
 def serve(engine: Engine, num_requests: int) -> None:

@@ -1,12 +1,11 @@
 import importlib
-import re
 import sys
-from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import pytest
 from prometheus_client import REGISTRY, CollectorRegistry, generate_latest
-from prometheus_client.parser import text_string_to_metric_families
 
 from fxsplit_encoder.connector.states import FAILURE_KINDS
 from fxsplit_encoder.errors import InputError, MissingExtraError
@@ -16,7 +15,6 @@ from fxsplit_encoder.planning.plan import MissReason
 from fxsplit_encoder.runtime.statistics import BudgetStats, CaptureProgress, ManagerStats, Statistics
 from tests.connector.scenes import Stage, connector, request, wait
 
-PREFIX = re.compile("^encoder_(cudagraph|connector)_")
 BUDGETS = (
     "replays_total",
     "real_tokens_total",
@@ -34,20 +32,12 @@ class Source:
         return self.statistics.snapshot()
 
 
-def scrape(registry: CollectorRegistry) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
-    """The samples of a scrape, by name without its prefix and labels."""
-    text = generate_latest(registry).decode()
-    return {
-        (PREFIX.sub("", sample.name), frozenset(sample.labels.items())): sample.value
-        for family in text_string_to_metric_families(text)
-        for sample in family.samples
-    }
+def sample(registry: CollectorRegistry, name: str, of: str = "cudagraph", **labels: str) -> float | None:
+    return registry.get_sample_value(f"encoder_{of}_{name}", labels)
 
 
-def sample(
-    scraped: Mapping[tuple[str, frozenset[tuple[str, str]]], float], name: str, **labels: str
-) -> float:
-    return scraped[name, frozenset(labels.items())]
+def samples(registry: CollectorRegistry) -> list[Any]:
+    return [sample for family in registry.collect() for sample in family.samples]
 
 
 def test_a_scrape_shows_the_counts() -> None:
@@ -59,23 +49,21 @@ def test_a_scrape_shows_the_counts() -> None:
     source.statistics.record_captures({CaptureKey("default", 64): made}, 2**10)
     source.statistics.record_replay(CaptureKey("default", 64), 48)
     source.statistics.record_replay(CaptureKey("local", 128, ("wide", 3)), 128)
-    scraped = scrape(registry)
-    assert sample(scraped, "item_hits_total") == 3
-    assert sample(scraped, "item_misses_total", reason="not_captured") == 2
+    assert sample(registry, "item_hits_total") == 3
+    assert sample(registry, "item_misses_total", reason="not_captured") == 2
     small = {"path": "default", "token_budget": "64", "axis_keys": ""}
-    assert [sample(scraped, name, **small) for name in BUDGETS] == [1, 48, 16, 2**20, 0.002]
+    assert [sample(registry, name, **small) for name in BUDGETS] == [1, 48, 16, 2**20, 0.002]
     large = {"path": "local", "token_budget": "128", "axis_keys": "wide, 3"}
-    assert [sample(scraped, name, **large) for name in BUDGETS[:-1]] == [1, 128, 0, 0]
-    assert ("calibrated_replay_seconds", frozenset(large.items())) not in scraped
+    assert [sample(registry, name, **large) for name in BUDGETS[:-1]] == [1, 128, 0, 0]
+    assert sample(registry, "calibrated_replay_seconds", **large) is None
 
     for kind in ("eager", "exact", "eager"):
         source.statistics.record_fallback(kind)
-    scraped = scrape(registry)
-    assert [sample(scraped, "fallback_runs_total", kind=kind) for kind in ("exact", "eager")] == [1, 2]
-    assert sample(scraped, "input_bytes") == 2**10
+    assert [sample(registry, "fallback_runs_total", kind=kind) for kind in ("exact", "eager")] == [1, 2]
+    assert sample(registry, "input_bytes") == 2**10
 
     source.statistics.record_items(4)
-    assert sample(scrape(registry), "item_hits_total") == 7
+    assert sample(registry, "item_hits_total") == 7
 
 
 def test_the_phase_of_work_that_nobody_waits_for() -> None:
@@ -84,31 +72,28 @@ def test_the_phase_of_work_that_nobody_waits_for() -> None:
     PrometheusCollector(
         lambda: replace(source.stats(), progress=progress, derived_bytes=2**20), registry=registry
     )
-    assert sample(scrape(registry), "derived_bytes") == 2**20
-    assert not any(name == "capture_phase" for name, _ in scrape(registry))
+    assert sample(registry, "derived_bytes") == 2**20
+    assert not any(each.name == "encoder_cudagraph_capture_phase" for each in samples(registry))
     progress = CaptureProgress("capturing", 3, 16)
-    scraped = scrape(registry)
-    assert sample(scraped, "capture_phase", phase="capturing") == 1
-    assert sample(scraped, "capture_phase", phase="done") == 0
+    assert sample(registry, "capture_phase", phase="capturing") == 1
+    assert sample(registry, "capture_phase", phase="done") == 0
 
 
 def test_counters_of_items_start_at_zero() -> None:
     registry = CollectorRegistry()
     PrometheusCollector(Source(), registry=registry)
-    scraped = scrape(registry)
-    assert len(scraped) == 1 + len(MissReason) + 2 + 2
-    assert [sample(scraped, "fallback_runs_total", kind=kind) for kind in ("exact", "eager")] == [0, 0]
-    assert sample(scraped, "input_bytes") == 0
-    assert all(sample(scraped, "item_misses_total", reason=str(reason)) == 0 for reason in MissReason)
+    assert len(samples(registry)) == 1 + len(MissReason) + 2 + 2
+    assert [sample(registry, "fallback_runs_total", kind=kind) for kind in ("exact", "eager")] == [0, 0]
+    assert sample(registry, "input_bytes") == 0
+    assert all(sample(registry, "item_misses_total", reason=str(reason)) == 0 for reason in MissReason)
 
 
 def test_every_sample_carries_the_users_labels() -> None:
     source, registry = Source(), CollectorRegistry()
     source.statistics.record_replay(CaptureKey("default", 64), 48)
     PrometheusCollector(source, {"model": "qwen"}, registry=registry)
-    scraped = scrape(registry)
-    assert len(scraped) > len(MissReason)
-    assert all(("model", "qwen") in labels for _, labels in scraped)
+    assert len(samples(registry)) > len(MissReason)
+    assert all(each.labels["model"] == "qwen" for each in samples(registry))
     with pytest.raises(InputError, match="other names than the metrics' own; got path, reason"):
         PrometheusCollector(source, {"path": "a", "reason": "b", "c": "d"}, registry=registry)
     with pytest.raises(InputError, match="got kind"):
@@ -138,19 +123,19 @@ def test_a_scrape_shows_the_counts_of_a_connector() -> None:
         ConnectorCollector(each, {"model": "tiny"}, registry=registry)
         good, bad = each.submit(request("a", "a")), each.submit(request("broken"))
         wait(good), wait(bad)
-        samples = scrape(registry)
-    assert sample(samples, "submitted_total", model="tiny") == 2
-    assert sample(samples, "tickets_ended_total", model="tiny", state="failed") == 1
-    assert sample(samples, "tickets_ended_total", model="tiny", state="released") == 0
-    assert sample(samples, "item_failures_total", model="tiny", kind="encoder") == 1
-    assert sample(samples, "lookups_total", model="tiny", found="join") == 1
-    assert sample(samples, "bytes", model="tiny", account="device cpu") == 128
-    assert sample(samples, "ready_seconds_count", model="tiny") == 1
-    assert sample(samples, "ready_seconds_bucket", model="tiny", le="+Inf") == 1
-    assert sample(samples, "batch_fill", model="tiny") == 1
-    assert sample(samples, "live_tickets", model="tiny") == 1
-    kinds = {dict(labels)["kind"] for name, labels in samples if name == "item_failures_total"}
-    assert kinds == set(FAILURE_KINDS)
+        counted = partial(sample, registry, of="connector", model="tiny")
+        assert counted("submitted_total") == 2
+        assert counted("tickets_ended_total", state="failed") == 1
+        assert counted("tickets_ended_total", state="released") == 0
+        assert counted("item_failures_total", kind="encoder") == 1
+        assert counted("lookups_total", found="join") == 1
+        assert counted("bytes", account="device cpu") == 128
+        assert counted("ready_seconds_count") == 1
+        assert counted("ready_seconds_bucket", le="+Inf") == 1
+        assert counted("batch_fill") == 1
+        assert counted("live_tickets") == 1
+        kinds = {each.labels.get("kind") for each in samples(registry) if "item_failures_total" in each.name}
+        assert kinds == set(FAILURE_KINDS)
 
 
 def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,24 +33,11 @@ class Layer(nn.Module):
         return self.linear(attention(x))  # type: ignore[no-any-return]
 
 
-class Tower(nn.Module):
-    """Images of one token, without attention, so that nothing is traced for long."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(3, 4)
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        return self.linear(images.flatten(1))[:, None]  # type: ignore[no-any-return]
-
-
-@torch.no_grad()
-def test_a_manager_is_counted_and_warmed_up() -> None:
-    tower = fx.wrap(Tower(), fx.DenseTowerSpec((3, 1, 1), 1, 4, output=lambda features: features))
-    config = fx.EncoderConfig(mode="breakable", token_budgets=[2, 4])
-    manager = fx.EncoderCudaGraphManager(tower, config, log_interval=0)
+def test_a_manager_is_counted_and_warmed_up(tiny_towers: Any, make_batch: Any) -> None:
+    config = fx.EncoderConfig(mode="breakable", token_budgets=[8, 32])
+    manager = fx.EncoderCudaGraphManager(tiny_towers.wrapped, config, log_interval=0)
     assert fx.warmup(manager) == 2
-    manager.execute({"pixel_values": torch.randn(3, 3, 1, 1)})
+    manager.execute(make_batch([(1, 4, 4), (1, 4, 8), (1, 2, 6)]))
     assert fx.stats(manager) == manager.stats()
     assert (fx.stats(manager).hits, fx.stats(manager).items) == (3, 3)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,29 +13,20 @@ import torch
 
 from fxsplit_encoder.kernels import compile_jobs, store
 from fxsplit_encoder.kernels.attention.flash_attn import FlashAttention4, ignore_warning
-from fxsplit_encoder.kernels.compile_jobs import (
-    FLASH_CACHE,
-    keep_flash_attention,
-    package_store,
-)
+from fxsplit_encoder.kernels.compile_jobs import FLASH_CACHE, keep_flash_attention, package_store
 from fxsplit_encoder.kernels.compile_jobs import FLASH_DIRECTORY as DIRECTORY
 from fxsplit_encoder.kernels.compile_jobs import FLASH_SWITCH as SWITCH
 
 
 @pytest.fixture(autouse=True)
-def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The package is installed, not imported, and its user set nothing."""
-    before = dict(os.environ)
-    monkeypatch.delenv(SWITCH, raising=False)
-    monkeypatch.delenv(DIRECTORY, raising=False)
+    for name in (SWITCH, DIRECTORY):
+        monkeypatch.setenv(name, "")  # so that it is put back
+        monkeypatch.delenv(name)
     monkeypatch.delitem(sys.modules, FLASH_CACHE, raising=False)
     monkeypatch.setattr(compile_jobs, "find_spec", lambda name: object())
     monkeypatch.setattr(store, "cache_directory", lambda: tmp_path / "cache")
-    yield
-    for name in (SWITCH, DIRECTORY):
-        os.environ.pop(name, None)
-        if name in before:
-            os.environ[name] = before[name]
 
 
 def test_a_warning_of_the_compiler_for_every_variant_is_not_shown(recwarn: pytest.WarningsRecorder) -> None:

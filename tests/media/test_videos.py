@@ -12,14 +12,7 @@ import torch
 from PIL import Image
 
 from fxsplit_encoder.errors import MediaError, MissingExtraError
-from fxsplit_encoder.media import (
-    MediaSettings,
-    VideoFrames,
-    VideoHeader,
-    measure_image,
-    open_video,
-    sources,
-)
+from fxsplit_encoder.media import MediaSettings, VideoFrames, VideoHeader, measure_image, open_video, sources
 from fxsplit_encoder.media.sources import HeaderReader
 from fxsplit_encoder.media.videos import animation_seconds
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import subprocess
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,8 @@ import httpx
 
 from fxsplit_encoder.service.server import Service
 from fxsplit_encoder.service.settings import ServiceSettings
+
+from ..waiting import wait_until
 
 HOST = "127.0.0.1"
 KEY = {"config": {"enabled": False}, "device": "cpu"}
@@ -40,17 +42,6 @@ class Running:
         with asyncio.Runner(loop_factory=lambda: self.loop) as runner:
             runner.run(self.server.serve())
 
-    def start(self) -> None:
-        self.service.encoder.wait_started()
-        self.thread.start()
-        while not self.server.started:
-            time.sleep(0.01)
-
-    def stop(self) -> None:
-        self.server.should_exit = True
-        self.thread.join()
-        self.service.encoder.close()
-
     def embed(self, **arguments: Any) -> httpx.Response:
         return httpx.post(f"{self.url}/v1/embeddings", timeout=60, **arguments)
 
@@ -66,8 +57,21 @@ class Running:
 @contextlib.contextmanager
 def serving(model: Path, loop: asyncio.AbstractEventLoop | None = None, **settings: Any) -> Iterator[Running]:
     running = Running(model, loop, **settings)
-    running.start()
+    running.service.encoder.wait_started()
+    running.thread.start()
+    wait_until(lambda: running.server.started)
     try:
         yield running
     finally:
-        running.stop()
+        running.server.should_exit = True
+        running.thread.join()
+        running.service.encoder.close()
+
+
+def answers(url: str, process: subprocess.Popen[bytes], log: Path) -> bool:
+    """Whether a service does, whose process must not be over."""
+    assert process.poll() is None, log.read_text()
+    try:
+        return httpx.get(url).status_code == 200
+    except httpx.HTTPError:
+        return False

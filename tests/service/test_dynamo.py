@@ -34,12 +34,6 @@ def url_of(size: tuple[int, int] = SIZES[0]) -> str:
     return data_url(encoded(photograph(size=size)))
 
 
-def name_architecture(directory: Path, name: str) -> None:
-    file = directory / "config.json"
-    settings = json.loads(file.read_text("utf-8"))
-    file.write_text(json.dumps({**settings, "architectures": [name]}), "utf-8")
-
-
 @pytest.fixture(scope="module")
 def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save(tmp_path_factory.mktemp("qwen") / "checkpoint", "qwen3_5")[1]
@@ -49,7 +43,9 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def native(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint of a language model that takes grids."""
     directory = save(tmp_path_factory.mktemp("native") / "checkpoint", "qwen3_5")[1]
-    name_architecture(directory, "Qwen3_5ForConditionalGeneration")
+    file = directory / "config.json"
+    settings = json.loads(file.read_text("utf-8"))
+    file.write_text(json.dumps({**settings, "architectures": ["Qwen3_5ForConditionalGeneration"]}), "utf-8")
     return directory
 
 

@@ -110,11 +110,7 @@ def test_texts_and_images_come_as_openais_and_jinas_clients_send_them() -> None:
         (post(json={"input": "a", "dimensions": True}), 400, "dimensions: allowed: "),
         (post(json={"input": "a", "user": 7}), 400, "user: allowed: "),
         (post(json={"input": "a", "model": "gpt"}), 404, "model: expected m; got 'gpt'"),
-        (
-            post(json={"input": "a", "encoding_format": "hex"}),
-            400,
-            "encoding_format: allowed: 'float'",
-        ),
+        (post(json={"input": "a", "encoding_format": "hex"}), 400, "encoding_format: allowed: 'float'"),
         (form([b"a"] * 4), 400, "Too many files"),
         (form([b"a"], color="me"), 400, "got color"),
         (form([b"a"], user="m" * 5000), 400, "short fields"),

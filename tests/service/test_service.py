@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import httpx
@@ -36,7 +36,7 @@ from ..models.checkpoints import save
 from ..models.embedding_models import WORDS, image_vector, save_model, text_vectors
 from ..waiting import wait_until
 from .photographs import EXAMPLES, blank, data_url, encoded, photograph, settings_of
-from .serving import HOST, Running, free_port, serving
+from .serving import HOST, Running, answers, free_port, serving
 
 TEXTS = ["a photo of a cat", "two cups of coffee", "rocket"]
 PNG = {"content-type": "image/png"}
@@ -254,24 +254,23 @@ def test_a_bad_image_is_refused_with_its_place_and_what_waits_beside_it_is_not_p
     assert len(prepared) <= workers
 
 
-class Held:
-    """Keeps the encoders of texts in their first batch until it is told."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.go_on, self.entered = threading.Event(), threading.Event()
-        encode = TextEncoder.__call__
-
-        def held(encoder: TextEncoder, texts: Any) -> Any:
-            self.entered.set()
-            assert self.go_on.wait(60)
-            return encode(encoder, texts)
-
-        monkeypatch.setattr(TextEncoder, "__call__", held)
+class Held(NamedTuple):
+    entered: threading.Event
+    go_on: threading.Event
 
 
 @pytest.fixture
 def held(monkeypatch: pytest.MonkeyPatch) -> Held:
-    return Held(monkeypatch)
+    """Keeps the encoders of texts in their first batch until it is told."""
+    held, encode = Held(threading.Event(), threading.Event()), TextEncoder.__call__
+
+    def call(encoder: TextEncoder, texts: Any) -> Any:
+        held.entered.set()
+        assert held.go_on.wait(60)
+        return encode(encoder, texts)
+
+    monkeypatch.setattr(TextEncoder, "__call__", call)
+    return held
 
 
 def in_thread(function: Callable[..., Any], *arguments: Any, **named: Any) -> Future[Any]:
@@ -408,15 +407,8 @@ def command_of_first_page(directory: Path, place: Path) -> Iterator[tuple[subpro
         server = subprocess.Popen([*program, *options], stdout=file, stderr=file, env=environment)
     url = f"http://{HOST}:{port}"
 
-    def is_ready() -> bool:
-        assert server.poll() is None, log.read_text()
-        try:
-            return httpx.get(f"{url}/ready").status_code == 200
-        except httpx.HTTPError:
-            return False
-
     try:
-        wait_until(is_ready)
+        wait_until(lambda: answers(f"{url}/ready", server, log))
         yield server, url
         assert server.wait(60) in (0, -signal.SIGTERM), log.read_text()
     finally:

@@ -93,9 +93,8 @@ BAD: dict[str, tuple[list[Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", BAD)
-def test_what_is_no_run_is_named(name: str, tmp_path: Path) -> None:
-    lines, message = BAD[name]
+@pytest.mark.parametrize(("lines", "message"), BAD.values(), ids=BAD)
+def test_what_is_no_run_is_named(lines: list[Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=message):
         read_run(write(tmp_path / "bad.jsonl", *lines))
 

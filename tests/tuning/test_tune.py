@@ -27,8 +27,7 @@ LARGEST = 9
 demand_lists = st.lists(st.integers(1, LARGEST), min_size=1, max_size=8)
 # Small costs, so that every choice matters: a budget or the exact shape, one budget more or less.
 curves = st.builds(linear, st.integers(1, 6).map(float)) | st.builds(
-    rising,
-    st.dictionaries(st.integers(0, LARGEST), st.integers(1, 9).map(float), min_size=1, max_size=4),
+    rising, st.dictionaries(st.integers(0, LARGEST), st.integers(1, 9).map(float), min_size=1, max_size=4)
 )
 cost_models = st.builds(BatchCosts, curves, curves)
 memories = st.tuples(st.integers(1, 3), st.integers(0, 3))
@@ -177,11 +176,7 @@ def greedy_cost(
 @settings(max_examples=80)
 @given(traces, st.integers(1, 3), cost_models, memories, st.none() | st.integers(10, 60))
 def test_no_ladder_costs_less_for_the_batches_that_greedy_packing_makes_with_it(
-    sizes: list[list[int]],
-    max_graphs: int,
-    costs: BatchCosts,
-    memory: tuple[int, int],
-    max_bytes: int | None,
+    sizes: list[list[int]], max_graphs: int, costs: BatchCosts, memory: tuple[int, int], max_bytes: int | None
 ) -> None:
     """Also with a largest budget below the largest request, which is then cut, or below the largest item."""
     requests, max_items = [request(*tokens) for tokens in sizes], max(map(len, sizes))

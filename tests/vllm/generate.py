@@ -28,12 +28,6 @@ SIZES = [(56, 56), (84, 56), (112, 84), (56, 140)]
 """Pixels of four images."""
 
 
-def prepare_environment() -> None:
-    """An engine in this process, which finds plugins by itself. Before vLLM is imported."""
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    os.environ.pop("VLLM_PLUGINS", None)
-
-
 def save_model(directory: Path) -> None:
     """A checkpoint of random weights, large enough for images to change what is said, a tokenizer of words,
     and an image processor.
@@ -89,7 +83,9 @@ def prompts(seed: int) -> list[dict[str, Any]]:
 
 
 def main(directory: Path) -> None:
-    prepare_environment()
+    # An engine in this process, which finds plugins by itself.
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ.pop("VLLM_PLUGINS", None)
     from vllm import LLM, SamplingParams
 
     use_padded_attention()

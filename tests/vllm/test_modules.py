@@ -39,11 +39,6 @@ class Compared:
     """What vLLM's model makes of a batch, as far as ours goes."""
 
 
-def _kimi_k25(model: Any) -> dict[str, Tensor]:
-    own = dict(model.named_parameters())
-    return {name: tensor for name, tensor in own.items() if name.startswith("vision_tower.")}
-
-
 def _without_projector(model: Any, batch: dict[str, Any]) -> list[Tensor]:
     features = model.vision_tower(batch["pixel_values"], batch["grid_thws"])
     return [item.flatten(1) for item in features]
@@ -113,7 +108,7 @@ COMPARED = {
     "Kimi-VL": Compared(TINY["Kimi-VL"]),
     "Kimi-K2.5": Compared(
         TINY["Kimi-K2.5"],
-        published=_kimi_k25,
+        published=lambda model: {n: t for n, t in model.named_parameters() if n.startswith("vision_tower.")},
         inputs=_renamed(grid_thws="image_grid_thw"),
         encode=_without_projector,
     ),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from transformers import BatchFeature
 
@@ -17,15 +16,6 @@ CPU = torch.device("cpu")
 TINY_QWEN = TINY["Qwen3-VL"]
 IMAGES = [(1, 8, 8), (1, 4, 8), (1, 2, 4)]
 VIDEOS = [(2, 8, 8), (3, 8, 4)]
-
-
-@pytest.fixture(scope="module")
-def model_and_config() -> tuple[Any, Any]:
-    """Without settings: everything about captures is inferred."""
-    config = engine.engine_config(TINY_QWEN.config, compilation_config={"cudagraph_mm_encoder": True})
-    model = engine.build(config)
-    TINY_QWEN.adjust(model)
-    return model, config
 
 
 def runner(model: Any, manager: Any) -> Any:
@@ -53,10 +43,13 @@ def scheduled() -> list[tuple[str, Any]]:
     ]
 
 
-def test_the_runner_of_the_second_generation(model_and_config: tuple[Any, Any]) -> None:
+def test_the_runner_of_the_second_generation() -> None:
+    """Without settings: everything about captures is inferred."""
     from vllm.v1.worker.encoder_cudagraph import EncoderCudaGraphManager
 
-    model, config = model_and_config
+    config = engine.engine_config(TINY_QWEN.config, compilation_config={"cudagraph_mm_encoder": True})
+    model = engine.build(config)
+    TINY_QWEN.adjust(model)
     manager = make_adapter(EncoderCudaGraphManager, PluginSettings())(config, CPU, torch.float32, model)
     ours, plain = runner(model, manager), runner(model, None)
     with torch.inference_mode():

@@ -68,10 +68,6 @@ class Clock:
         return self.now
 
 
-def key_of(digest: bytes, salt: str) -> bytes:
-    return digest + b"|" + salt.encode()
-
-
 @dataclass
 class Bench:
     """Books, and what their tests need to hand."""
@@ -82,12 +78,7 @@ class Bench:
 
     @classmethod
     def make(
-        cls,
-        num_workers: int = 1,
-        *,
-        can_reduce: bool = False,
-        max_overtakes: int = 64,
-        **settings: Any,
+        cls, num_workers: int = 1, *, can_reduce: bool = False, max_overtakes: int = 64, **settings: Any
     ) -> Bench:
         clock = Clock()
         sizes = {"host_bytes": 8 * PAGE, "device_bytes": 0, "staging_bytes": 16 * PAGE, "timeout_s": None}
@@ -96,7 +87,7 @@ class Bench:
         settled = threading.Condition()
         settled.acquire()  # this thread is the only one
         holdings = Holdings(config, row_bytes, settled, clock, can_reduce)
-        bench = cls(Books(holdings, key_of), clock)
+        bench = cls(Books(holdings, lambda digest, salt: digest + b"|" + salt.encode()), clock)
         bench.books.admission.max_overtakes = max_overtakes
         for number in range(num_workers):
             bench.start_worker(f"w{number}")
@@ -135,10 +126,7 @@ class AnyHistory(RuleBasedStateMachine):
     reached: ClassVar[Counter[str]] = Counter()
     """What happened in all histories, by the names of statistics."""
 
-    @initialize(
-        device_pages=st.sampled_from([0, 2, 6]),
-        host_pages=st.sampled_from([4, 8, 12]),
-    )
+    @initialize(device_pages=st.sampled_from([0, 2, 6]), host_pages=st.sampled_from([4, 8, 12]))
     def open(self, device_pages: int, host_pages: int) -> None:
         bench = Bench.make(
             2,
@@ -439,8 +427,7 @@ class AnyHistory(RuleBasedStateMachine):
 
     @precondition(lambda self: self.books.holdings.waiting.used)
     @rule(
-        until=st.sampled_from(["prepared", "taken", "ready"]),
-        kinds=st.lists(faults, min_size=3, max_size=3),
+        until=st.sampled_from(["prepared", "taken", "ready"]), kinds=st.lists(faults, min_size=3, max_size=3)
     )
     def work(self, until: str, kinds: Sequence[str | None] = (None,) * 3) -> None:
         """What CPU workers and workers have before them."""

@@ -37,21 +37,12 @@ class ForkedProcess:
         return self._status
 
     def kill(self) -> None:
-        self._signal(signal.SIGKILL)
-
-    def terminate(self) -> None:
-        self._signal(signal.SIGTERM)
-
-    def _signal(self, number: int) -> None:
         if self._status is None:
-            os.kill(self.pid, number)
+            os.kill(self.pid, signal.SIGKILL)
 
 
 def fork(
-    connection: int,
-    memory: int,
-    options: ProcessOptions,
-    main: Callable[[Sequence[str]], int] = child.main,
+    connection: int, memory: int, options: ProcessOptions, main: Callable[[Sequence[str]], int] = child.main
 ) -> ForkedProcess:
     """Takes the place of `process_encoder.launch`."""
     arguments = [str(number) for number in (connection, memory, os.getpid(), options.max_bytes)]
@@ -96,14 +87,12 @@ ROWS: dict[Modality, int] = {"image": 32, "video": 32}
 DOUBLING = EncoderProgram("tests.connector.processes.encoders:doubling")
 
 
-def make_item(rows: int = 3, modality: Modality = "image", **metadata: Any) -> PreparedItem:
-    return PreparedItem(modality, os.urandom(32), {"pixel_values": torch.randn(rows, 8)}, rows, metadata)
+def make_item(rows: int = 3, **metadata: Any) -> PreparedItem:
+    return PreparedItem("image", os.urandom(32), {"pixel_values": torch.randn(rows, 8)}, rows, metadata)
 
 
 @pytest.fixture
-def make_encoder(
-    monkeypatch: pytest.MonkeyPatch,
-) -> Iterator[Callable[..., ProcessEncoder]]:
+def make_encoder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., ProcessEncoder]]:
     monkeypatch.setattr(process_encoder, "launch", fork)
     made: list[ProcessEncoder] = []
 

@@ -65,16 +65,10 @@ def misbehave(item: PreparedItem) -> None:
             raise MediaError("item 3: not an image")
         case "memory":
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-        case "own":
-            raise Unheard("of")
         case "fatal":
             raise torch.AcceleratorError("device-side assert")
         case "value":
             raise ValueError("shape")
-
-
-class Unheard(ValueError):
-    """Of a class that the other process does not know."""
 
 
 def doubling(**arguments: object) -> DoublingEncoder:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -74,7 +74,6 @@ def test_row_bytes_are_declared(make_encoder: Make) -> None:
     [
         ("media", MediaError, "item 3: not an image"),
         ("memory", torch.OutOfMemoryError, "Tried to allocate"),
-        ("own", ValueError, "Unheard: of"),
         ("value", ValueError, "shape"),
     ],
 )
@@ -106,7 +105,6 @@ def test_features_that_are_no_tensors_or_too_few_are_an_error(make_encoder: Make
     ("factory", "kind", "words"),
     [
         ("tests.connector.processes.encoders:failing", InputError, "no such checkpoint"),
-        ("tests.connector.processes.encoders:absent", InputError, "no package.module:function is .*absent"),
         ("tests.connector.processes.encoders:nothing", InputError, "no FeatureEncoder"),
     ],
 )
@@ -152,17 +150,11 @@ def test_features_that_do_not_fit_at_once_are_refused(make_encoder: Make) -> Non
 # --- ends
 
 
-def kill_later(encoder: ProcessEncoder) -> threading.Timer:
-    assert encoder.pid is not None
-    timer = threading.Timer(0.1, os.kill, [encoder.pid, signal.SIGKILL])
-    timer.start()
-    return timer
-
-
 def test_a_killed_process_fails_what_waits_at_once_and_can_be_restarted(make_encoder: Make) -> None:
     encoder = make_encoder()
     first = encoder.pid
-    timer = kill_later(encoder)
+    timer = threading.Timer(0.1, os.kill, [first, signal.SIGKILL])
+    timer.start()
     with pytest.raises(EncoderLostError, match=f"{first} was ended by SIGKILL") as error:
         encoder.encode([make_item(do="sleep", seconds=600)])
     assert error.value.retryable
@@ -237,22 +229,9 @@ def test_a_process_that_breaks_the_protocol_is_ended(
     assert not encoder.is_alive
 
 
-def running(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What is launched from now on."""
-    launched: list[Any] = []
-    launch = process_encoder.launch
-
-    def remember(*arguments: Any) -> Any:
-        launched.append(launch(*arguments))
-        return launched[-1]
-
-    monkeypatch.setattr(process_encoder, "launch", remember)
-    return launched
-
-
 def test_a_process_that_cannot_be_watched_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    launched = running(monkeypatch)
-
+    launched: list[Any] = []
+    monkeypatch.setattr(process_encoder, "launch", lambda *of: launched.append(launch(*of)) or launched[-1])
     monkeypatch.setattr(os, "pidfd_open", mock.Mock(side_effect=OSError("too many open files")))
     with nothing_left():
         with pytest.raises(OSError, match="too many"):
@@ -273,15 +252,11 @@ def encoding(encoder: ProcessEncoder, tell: Callable[[], None]) -> None:
     encoder.encode([make_item(do="sleep", seconds=600)])
 
 
-class Family(NamedTuple):
-    parent: int
-    child: int
-    child_pidfd: int
-
-
 @contextmanager
-def a_family(do: Callable[[ProcessEncoder, Callable[[], None]], None]) -> Iterator[Family]:
-    """A parent that does something with an encoder process of its own; both are forks of this one."""
+def a_family(do: Callable[[ProcessEncoder, Callable[[], None]], None]) -> Iterator[tuple[int, int]]:
+    """A parent that does something with an encoder process of its own; both are forks of this one. The
+    first by its number, the second by a descriptor.
+    """
     reading, writing = os.pipe()
     parent = quiet_fork()
     if parent == 0:
@@ -292,9 +267,8 @@ def a_family(do: Callable[[ProcessEncoder, Callable[[], None]], None]) -> Iterat
         finally:
             os._exit(1)
     os.close(writing)
-    child = int(os.read(reading, 20))
-    pidfd = os.pidfd_open(child)
-    yield Family(parent, child, pidfd)
+    pidfd = os.pidfd_open(int(os.read(reading, 20)))
+    yield parent, pidfd
     os.close(reading)
     os.close(pidfd)
 
@@ -307,32 +281,23 @@ def is_over(pidfd: int, seconds: float) -> bool:
 
 @pytest.mark.parametrize("do", [idle, encoding])
 def test_a_process_ends_with_its_parent(do: Callable[[ProcessEncoder, Callable[[], None]], None]) -> None:
-    with nothing_left(), a_family(do) as family:
-        assert not is_over(family.child_pidfd, 0.1)
-        os.kill(family.parent, signal.SIGKILL)
-        os.waitpid(family.parent, 0)
-        assert is_over(family.child_pidfd, 60)
+    with nothing_left(), a_family(do) as (parent, child):
+        assert not is_over(child, 0.1)
+        os.kill(parent, signal.SIGKILL)
+        os.waitpid(parent, 0)
+        assert is_over(child, 60)
 
 
 ROOT = Path(__file__).parents[3]
 PHOTOGRAPHS = sorted((ROOT / "examples" / "images").glob("*.jpg"))[:2]
 
 
-@pytest.fixture
-def checkpoint(tmp_path: Path) -> Path:
-    return save(tmp_path / "checkpoint", "qwen2_5_vl")[1]
-
-
-@pytest.fixture
-def prepared(checkpoint: Path) -> list[PreparedItem]:
-    processor = media_processor(weightless_tower(checkpoint), checkpoint)
-    options = {"max_pixels": 64 * 28 * 28}
-    items = [MediaItem("image", path, options) for path in PHOTOGRAPHS]
-    return [processor.prepare(item) for item in items]
-
-
 @pytest.mark.exhaustive
-def test_a_tower_in_a_process_of_its_own(checkpoint: Path, prepared: list[PreparedItem]) -> None:
+def test_a_tower_in_a_process_of_its_own(tmp_path: Path) -> None:
+    _, checkpoint = save(tmp_path / "checkpoint", "qwen2_5_vl")
+    processor = media_processor(weightless_tower(checkpoint), checkpoint)
+    size = {"max_pixels": 64 * 28 * 28}
+    prepared = [processor.prepare(MediaItem("image", path, size)) for path in PHOTOGRAPHS]
     here = checkpoint_encoder(checkpoint)
     expected = here.encode(prepared)
     options = ProcessOptions(max_bytes=1 << 22, environment={"FXSPLIT_TEST": "1"})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 
 import pytest
@@ -23,14 +22,8 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeVllm]:
 
 
 @pytest.fixture
-def warned(caplog: pytest.LogCaptureFixture) -> list[str]:
+def warned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Grows while the test runs."""
     messages: list[str] = []
-
-    class Collecting(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            messages.append(record.getMessage())
-
-    handler = Collecting(logging.WARNING)
-    compatibility.logger.addHandler(handler)
+    monkeypatch.setattr(compatibility.logger, "warning", lambda text, *given: messages.append(text % given))
     return messages

@@ -143,12 +143,7 @@ def _note(method: str, given: dict[str, Any]) -> Any:
 
 def _registering(registry: dict[str, Any]) -> Any:
     def register_oot(cls: Any, _decorated_op_cls: Any = None, name: str | None = None) -> Any:
-        def decorate(op: Any) -> Any:
-            assert name is not None
-            assert name not in registry
-            registry[name] = op
-            return op
-
-        return decorate
+        assert name is not None and name not in registry
+        return lambda op: registry.setdefault(name, op)
 
     return register_oot

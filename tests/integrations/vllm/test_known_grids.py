@@ -134,10 +134,16 @@ def test_a_capture_and_a_forward_get_tensors_of_their_own() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tower", "times"),
-    [(OfGridsAlone(), 1), (Tower(), 1), (Tower(unknown=torch.ones(1)), 3), (PositionsAtOnce(), 3)],
+    ("tower", "most_bytes", "times"),
+    [
+        *((OfGridsAlone(), 1 << 20, 1), (Tower(), 1 << 20, 1), (Tower(), 1, 3)),
+        *((Tower(unknown=torch.ones(1)), 1 << 20, 3), (PositionsAtOnce(), 1 << 20, 3)),
+    ],
 )
-def test_only_what_is_known_is_kept(tower: Tower, times: int) -> None:
+def test_only_what_is_known_and_not_too_large_is_kept(
+    tower: Tower, most_bytes: int, times: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(known_grids, "MOST_BYTES", most_bytes)
     model, prepared = model_of(tower)
     for weight in (1.0, 2.0, 3.0):
         model.visual.positions.data.fill_(weight)
@@ -163,14 +169,6 @@ def test_little_is_kept(limit: str, value: int, monkeypatch: pytest.MonkeyPatch)
     assert len(prepared) == 5
     assert_fresh(model, [(1, 1, 2)])
     assert len(prepared) == 6
-
-
-def test_what_is_too_large_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(known_grids, "MOST_BYTES", 1)
-    model, prepared = model_of(Tower())
-    for _ in range(2):
-        assert_fresh(model, [(1, 2, 3)])
-    assert len(prepared) == 2
 
 
 def test_once_is_enough_and_other_models_stay_as_they_are() -> None:

@@ -23,6 +23,7 @@ from fxsplit_encoder.integrations.vllm.layers import (
 )
 from fxsplit_encoder.integrations.vllm.plugin import install_layers
 
+from ...kernels.attention.fakes import cumulative
 from .fake_vllm import ATTENTION, CUSTOM_OP, FakeAttention, FakeVllm
 
 LENGTHS = [5, 3, 8]
@@ -47,10 +48,6 @@ def reference(query: Any, key: Any, value: Any) -> Tensor:
     key, value = (each.repeat_interleave(groups, dim=2) for each in (key, value))
     swapped = (each.transpose(1, 2) for each in (query, key, value))
     return nn.functional.scaled_dot_product_attention(*swapped).transpose(1, 2)
-
-
-def cumulative(lengths: list[int]) -> Tensor:
-    return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2])

@@ -22,7 +22,7 @@ from fxsplit_encoder.integrations.vllm.settings import (
     read_plugin_settings,
 )
 
-from .fake_vllm import CUSTOM_OP, VERSIONS, FakeVllm
+from .fake_vllm import CUSTOM_OP, MANAGER, NAME, VERSIONS, FakeVllm
 
 ROOT = Path(__file__).parents[3]
 
@@ -77,68 +77,48 @@ def test_off_changes_nothing(vllm: FakeVllm, monkeypatch: pytest.MonkeyPatch, va
     assert vllm.manager is before
 
 
-def _older(vllm: FakeVllm) -> None:
-    """Without paths, as before 0.31."""
-    definitions = vllm.module("vllm.v1.worker.encoder_cudagraph_defs")
-    fields = ("input_size", "output_tokens", "global_output_tokens", "local_output_tokens")
-    definitions.EncoderItemSpec = dataclasses.make_dataclass("EncoderItemSpec", fields)
-
-
-def _replaced(vllm: FakeVllm) -> None:
-    derived = type("Derived", (vllm.manager,), {})
-    vllm.module("vllm.v1.worker.encoder_cudagraph").EncoderCudaGraphManager = derived
-
-
-def _new_method(vllm: FakeVllm) -> None:
-    vllm.manager.prefetch = lambda self: None
-
-
-def _new_parameter(vllm: FakeVllm) -> None:
-    vllm.manager.execute = lambda self, mm_kwargs, stream: None
-
-
-def _protocol_changed(vllm: FakeVllm) -> None:
-    protocol = vllm.module("vllm.model_executor.models.interfaces").SupportsEncoderCudaGraph
-    protocol.encoder_cudagraph_forward = lambda self, inputs, metadata: None
-
-
-def _field_added(vllm: FakeVllm) -> None:
-    definitions = vllm.module("vllm.v1.worker.encoder_cudagraph_defs")
-    definitions.EncoderItemSpec.__dataclass_fields__["segments"] = (
-        definitions.EncoderCudaGraphPathConfig.__dataclass_fields__["allow_zero_tokens"]
-    )
-
-
-def _gone(vllm: FakeVllm) -> None:
-    del vllm.module("vllm.v1.worker.encoder_cudagraph").EncoderCudaGraphManager
-
-
-def _broken(vllm: FakeVllm) -> None:
-    del vllm.module("vllm.model_executor.models.interfaces").SupportsEncoderCudaGraph
+PROTOCOL = "vllm.model_executor.models.interfaces.SupportsEncoderCudaGraph"
+OLDER = dataclasses.make_dataclass(
+    "EncoderItemSpec", ("input_size", "output_tokens", "global_output_tokens", "local_output_tokens")
+)
+"""Without paths, as before 0.31."""
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("path", "changed", "said"),
     [
-        (_older, "EncoderItemSpec has the fields input_size, output_tokens, global_output_tokens"),
-        (_replaced, r"is tests\..*Derived, which another plugin put there"),
-        (_new_method, "prefetch"),
-        (_new_parameter, r"EncoderCudaGraphManager.execute takes \(mm_kwargs, stream\)"),
-        (_protocol_changed, r"encoder_cudagraph_forward takes \(inputs, metadata\)"),
-        (_field_added, "EncoderItemSpec has the fields"),
-        (_gone, "has no EncoderCudaGraphManager"),
-        (_broken, "ImportError"),
+        (
+            f"{MANAGER}_defs.EncoderItemSpec",
+            OLDER,
+            "EncoderItemSpec has the fields input_size, output_tokens, g",
+        ),
+        (
+            f"{MANAGER}.{NAME}",
+            type("Derived", (), {}),
+            r"is tests\..*Derived, which another plugin put there",
+        ),
+        (f"{MANAGER}.{NAME}.prefetch", lambda self: None, "prefetch"),
+        (f"{MANAGER}.{NAME}.execute", lambda self, mm_kwargs, stream: None, r"takes \(mm_kwargs, stream\)"),
+        (
+            f"{PROTOCOL}.encoder_cudagraph_forward",
+            lambda self, inputs, metadata: None,
+            r"encoder_cudagraph_forward takes \(inputs, metadata\)",
+        ),
+        (f"{MANAGER}.{NAME}", None, f"has no {NAME}"),
+        (PROTOCOL, None, "ImportError"),
     ],
 )
 def test_a_vllm_that_is_not_known_is_left_alone_with_one_warning(
-    vllm: FakeVllm, warned: list[str], change: Any, said: str
+    vllm: FakeVllm, warned: list[str], monkeypatch: pytest.MonkeyPatch, path: str, changed: Any, said: str
 ) -> None:
-    change(vllm)
-    module = vllm.module("vllm.v1.worker.encoder_cudagraph")
-    before = getattr(module, "EncoderCudaGraphManager", None)
+    if changed is None:
+        monkeypatch.delattr(path)
+    else:
+        monkeypatch.setattr(path, changed, raising=False)
+    before = getattr(vllm.module(MANAGER), NAME, None)
     register()
     register()
-    assert getattr(module, "EncoderCudaGraphManager", None) is before
+    assert getattr(vllm.module(MANAGER), NAME, None) is before
     (warning,) = warned
     assert re.search(said, warning), warning
 

@@ -146,7 +146,6 @@ def test_a_call_waits_for_what_is_being_compiled(
         log.append("called")
         return (query,)
 
-    monkeypatch.setattr(type(kernel), "function", attend)
     monkeypatch.setattr(type(kernel), "function", property(lambda self: attend))
     monkeypatch.setattr(processes, "is_running", lambda: not log)
     monkeypatch.setattr(processes, "wait", lambda: log.append("waited"))

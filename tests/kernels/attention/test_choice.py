@@ -272,10 +272,8 @@ def test_what_plans_each_shape_is_for_captures() -> None:
 
 def test_a_kernel_that_was_missing_is_compared_once_it_is_there(tmp_path: Any) -> None:
     def measured(unavailable: str | None) -> list[tuple[AttentionShape, tuple[str, ...]]]:
-        kernels, meter = (
-            (BASE, FakeKernel("late", unavailable=unavailable)),
-            FakeMeter({"base": 2, "late": 1}),
-        )
+        kernels = BASE, FakeKernel("late", unavailable=unavailable)
+        meter = FakeMeter({"base": 2, "late": 1})
         store = KernelStore("measured", {"gpu": "H"}, tmp_path)
         chooser = KernelChooser(measurements=Measurements(kernels, meter, lambda device: store))
         with measuring():
@@ -356,12 +354,7 @@ def test_what_is_unknown_is_named(attention: Any, parts: list[str]) -> None:
 
 
 def test_a_report_says_what_was_measured_and_what_is_chosen_and_why_not() -> None:
-    kernels = [
-        FakeKernel("base"),
-        FakeKernel("fast"),
-        FakeKernel("wrong"),
-        FakeKernel("gone", unavailable="no"),
-    ]
+    kernels = [*map(FakeKernel, ("base", "fast", "wrong")), FakeKernel("gone", unavailable="no")]
     chooser = KernelChooser(measurements=Measurements(kernels, FakeMeter({"base": 9.0, "fast": 4.0})))
     with measuring():
         for tokens in (4096, 1024):

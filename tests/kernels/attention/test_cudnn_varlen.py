@@ -177,12 +177,11 @@ def test_another_thread_and_another_process_read_what_was_built(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     expected = attend()
-    results: list[Tensor] = []
-    results.append(attend_in_another_thread())
+    in_thread = attend_in_another_thread()
     forget_all(monkeypatch)
-    results.append(attend())
+    in_process = attend()
     assert Graph.built == 1 and len(plans(tmp_path)) == 1
-    for result in results:
+    for result in (in_thread, in_process):
         torch.testing.assert_close(result, expected, rtol=0, atol=0)
     attend(4)
     assert Graph.built == 2 and len(plans(tmp_path)) == 2

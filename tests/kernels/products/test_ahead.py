@@ -60,10 +60,7 @@ def test_each_activation_is_begun_once(begun: list[Any]) -> None:
         measured.compile_ahead([layer("gelu"), layer("gelu"), layer("swiglu")], CUDA)
         measured.compile_ahead([layer("swiglu", bias=False)], CUDA)
         measured.compile_ahead([layer("gelu")], torch.device("cpu"))
-    assert begun == [
-        (TILES, "gelu", torch.bfloat16),
-        (TILES, "swiglu", torch.bfloat16),
-    ]
+    assert begun == [(TILES, "gelu", torch.bfloat16), (TILES, "swiglu", torch.bfloat16)]
 
 
 def test_nothing_is_begun_where_a_setting_or_earlier_times_choose(begun: list[Any]) -> None:
@@ -106,13 +103,13 @@ def test_a_call_waits_for_what_is_being_compiled(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("package", "job", "count"),
+    ("package", "job"),
     [
-        ("flash_attn", '["flash_attn_4_64x128", 72, "bfloat16"]', 1),
-        ("quack", '["quack_128x192", "gelu", "bfloat16"]', 1),
+        ("flash_attn", '["flash_attn_4_64x128", 72, "bfloat16"]'),
+        ("quack", '["quack_128x192", "gelu", "bfloat16"]'),
     ],
 )
-def test_what_one_process_compiles_another_loads(package: str, job: str, count: int, tmp_path: Path) -> None:
+def test_what_one_process_compiles_another_loads(package: str, job: str, tmp_path: Path) -> None:
     if any(importlib.util.find_spec(each) is None for each in (package, "cutlass", "triton")):
         pytest.skip(f"{package} is not installed")
     environment = {
@@ -129,4 +126,4 @@ def test_what_one_process_compiles_another_loads(package: str, job: str, count: 
     never = f"import cutlass.cute, {MODULE} as m; cutlass.cute.compile = None; m.main([input()])"
     for command in (["-m", MODULE], ["-c", never]):
         subprocess.run([sys.executable, *command], env=environment, input=job, text=True, check=True)
-        assert len([*tmp_path.rglob("*.o")]) == count
+        assert len([*tmp_path.rglob("*.o")]) == 1

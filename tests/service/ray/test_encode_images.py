@@ -126,10 +126,7 @@ def expected(model: Path) -> dict[str, np.ndarray]:
 def test_a_dataset_is_encoded(cluster: Any, model: Path, expected: dict[str, Any], source: str) -> None:
     read = cluster.data.read_binary_files if source == "bytes" else cluster.data.read_images
     dataset = encode_images(
-        read(str(EXAMPLES), include_paths=True),
-        batch_size=2,
-        model=str(model),
-        config={"enabled": False},
+        read(str(EXAMPLES), include_paths=True), batch_size=2, model=str(model), config={"enabled": False}
     )
     rows = dataset.take_all()
     assert [Path(row["path"]).name for row in rows] == list(expected)

@@ -62,7 +62,7 @@ class Watched:
                 act = None
             if written >= 2:
                 self.actor_bytes.append(max(map(private_bytes, named(ACTOR)), default=0))
-                self.process_bytes.append(max(map(private_bytes, descendants(os.getpid())), default=0))
+                self.process_bytes.append(max(map(private_bytes, descendants()), default=0))
             spilled = Path("/tmp/ray/session_latest").rglob("ray_spilled_objects*/*")
             self.spilled = max(self.spilled, sum(path.stat().st_size for path in spilled if path.is_file()))
 

@@ -15,11 +15,7 @@ from hypothesis import strategies as st
 
 from fxsplit_encoder.errors import InputError, MediaError
 from fxsplit_encoder.service.ray.encode_images import read_file
-from fxsplit_encoder.service.ray.job import (
-    Parts,
-    checkpoint_digest,
-    list_files,
-)
+from fxsplit_encoder.service.ray.job import Parts, checkpoint_digest, list_files
 
 from ...models.checkpoints import save
 

@@ -26,7 +26,7 @@ from ...models.embedding_models import save_model
 from ...waiting import wait_until
 from ..crowd import JPEG, LIMITS, Crowd, requests_of
 from ..photographs import encoded, photograph
-from ..serving import KEY, free_port
+from ..serving import KEY, answers, free_port
 from .processes import named
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -128,15 +128,7 @@ def test_one_yaml_starts_it(model: Path, tmp_path: Path, photographs: Photograph
         )
     try:
         data, expected = photographs[0]
-
-        def is_up() -> bool:
-            assert server.poll() is None, (tmp_path / "log").read_text()
-            try:
-                return httpx.get(f"http://127.0.0.1:{port}/health").status_code == 200
-            except httpx.HTTPError:
-                return False
-
-        wait_until(is_up)
+        wait_until(lambda: answers(f"http://127.0.0.1:{port}/health", server, tmp_path / "log"))
         answer = httpx.post(f"http://127.0.0.1:{port}/v1/embeddings", content=data, headers=JPEG, timeout=60)
         np.testing.assert_allclose([answer.json()["data"][0]["embedding"]], expected, rtol=0, atol=1e-5)
     finally:
