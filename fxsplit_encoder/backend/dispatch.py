@@ -353,6 +353,8 @@ class BudgetDispatcher:
             program = self._sized_program()
             sizes = all_sizes_of(self.program, bindings)
             planned = PathPlan(rows_of(sizes), None, MissReason.NEW_SHAPE, sizes=sizes)
+        if planned.budget not in program.captured and planned.size not in program.unpadded:
+            self._parameters.check_addresses()  # no replay does
         with self.pool.replaying():
             outputs, planned, budget = program.run(planned, bindings, capture_now=capture_all)
             if budget is None:

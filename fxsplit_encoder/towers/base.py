@@ -46,8 +46,6 @@ class WrappedTower(nn.Module):
     """Whether all blocks take tensors, numbers and names and return one tensor: equal ones are traced once"""
     deepstack_levels: int = 0
     """Further outputs that follow the main one along the hidden dimension, each as wide as it."""
-    returns_rows: bool = False
-    """Whether the forward returns `encoder_cudagraph_forward`'s packed rows, not the tower's output."""
     assembles: ClassVar[bool] = False
     """Whether `assembled` makes an item's embedding from its rows of the output."""
     modalities: Sequence[str] = ("image",)

@@ -272,8 +272,7 @@ class PackedTower(WrappedTower):
         values = vision_metadata(hidden_states, grid_thw, self.registered_name)
         metadata = dict(zip(self.metadata_names, values, strict=True))
         self.trace_plain_blocks_once()
-        output = self.core(hidden_states, metadata.pop("cu_seqlens"), metadata)
-        return self.packed_output(output) if self.returns_rows else output
+        return self.core(hidden_states, metadata.pop("cu_seqlens"), metadata)
 
     @property
     def metadata_names(self) -> list[str]:

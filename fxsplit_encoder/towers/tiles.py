@@ -263,7 +263,7 @@ class DenseTower(TileTower):
             check(pixel_values.shape[0] > 0)
             pixel_values = tiles(pixel_values, self.tokens_per_tile, self.max_tiles, self.declares_padding)[0]
             self.trace_plain_blocks_once()
-        return self.encode(pixel_values, "default") if self.returns_rows else self.call(pixel_values)
+        return self.call(pixel_values)
 
     def encode(self, tiles: Tensor, path: str) -> Tensor:
         """(tiles * tokens_per_tile, out_hidden_size) from tiles; InputError for other sizes than declared."""
