@@ -95,17 +95,19 @@ def complete_model(incomplete: str) -> list[str]:
     return [name for name in MODELS if name.startswith(incomplete)]
 
 
+# Typer 0.27.0 takes a metavar that is the parameter in capitals for the option's name: those have one.
 Device = Annotated[
-    str, typer.Option(metavar="DEVICE", help="cpu, cuda, cuda:N; auto: CUDA if there is a GPU.")
+    str, typer.Option("--device", metavar="DEVICE", help="cpu, cuda, cuda:N; auto: CUDA if there is a GPU.")
 ]
 Dtype = Annotated[
     DtypeName,
     typer.Option(
+        "--dtype",
         metavar="DTYPE",
         help=f"{', '.join(get_args(DtypeName)[1:])}; auto: bfloat16 on CUDA, else float32.",
     ),
 ]
-Model = Annotated[str, typer.Option(metavar="MODEL", help=MODEL, autocompletion=complete_model)]
+Model = Annotated[str, typer.Option("--model", metavar="MODEL", help=MODEL, autocompletion=complete_model)]
 Blocks = Annotated[
     int | None,
     typer.Option(min=1, metavar="N", help="Depth of a tower with random weights, at most the model's own."),
@@ -421,6 +423,7 @@ def tune(
     model: Annotated[
         str | None,
         typer.Option(
+            "--model",
             metavar="MODEL",
             help="Measure the costs of this tower on this GPU first.",
             autocompletion=complete_model,
