@@ -30,7 +30,7 @@ _FIRST_ROUNDINGS, _FEWEST_ROUNDINGS = 4.0, 0.25
 # Time that the timed calls of one kernel should take, in microseconds, and how often they are timed.
 _ROUND_US = 500.0
 MOST_CALLS_TIMED = 32
-_ROUNDS = 3
+_ROUNDS = 5
 
 # A kernel that takes this many times as long as another on the first example is timed on no other.
 _FAR_BEHIND = 1.5
@@ -180,7 +180,10 @@ def timing_without_graphs() -> Iterator[None]:
 
 
 def microseconds(call: Callable[[], object], shape: CallShape) -> float:
-    """The median time of a call inside a CUDA graph, or of eager calls, what they cost the host included."""
+    """The time of a call inside a CUDA graph, or of eager calls, what they cost the host included.
+
+    The least of several: what other processes take of the GPU, or of the host, only adds.
+    """
     streams = capture_streams(indexed(shape.device))
     stream = streams.take()  # the last one again: the allocator keeps the memory of every stream apart
     streams.reserve_workspaces(stream)
@@ -197,7 +200,7 @@ def microseconds(call: Callable[[], object], shape: CallShape) -> float:
             times = [_elapsed(graph.replay) / calls for _ in range(_ROUNDS)]
         else:
             times = [_elapsed(call, calls) for _ in range(_ROUNDS)]
-    return statistics.median(times)
+    return min(times)
 
 
 def _elapsed(call: Callable[[], object], calls: int = 1, *, behind_a_wait: bool = False) -> float:
