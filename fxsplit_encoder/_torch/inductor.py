@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any
 
-import torch
 from torch import fx
 from torch._inductor import config
 from torch._inductor.async_compile import AsyncCompile, maybe_warm_pool
@@ -41,7 +41,11 @@ def start_workers() -> None:
 
 
 def compile_graph(
-    module: fx.GraphModule, inputs: Sequence[Any], *, invariant: bool = False
+    module: fx.GraphModule,
+    inputs: Sequence[Any],
+    *,
+    invariant: bool = False,
+    layouts: Mapping[str, bool] = MappingProxyType({}),
 ) -> Callable[[list[Any]], Any]:
     """Compiles an inference graph for all sizes of its symbols, through Inductor's cache.
 
@@ -49,6 +53,7 @@ def compile_graph(
         module: the graph, decomposed by `select_decomp_table`.
         inputs: traced values, as many as the graph has inputs.
         invariant: whether no kernel is chosen by time or a guessed size, where that changes its sums.
+        layouts: Inductor's settings for layouts of convolutions; without any, they keep those they have.
 
     Returns a function of the list of arguments, which it empties.
     """
@@ -57,7 +62,6 @@ def compile_graph(
     # other strides than the kernel returns. A smaller block for long rows that take many registers is made
     # when a kernel is loaded, at every start anew: it is compiled and timed then, which took a second, and
     # neither is kept.
-    layouts = {} if invariant else choice_of_layouts(module)
     if layouts:  # inside: results have the strides that other pieces were compiled for
         results = module.graph.output_node()
         count = len(results.args[0]) if isinstance(results.args[0], tuple | list) else 1
@@ -73,27 +77,6 @@ def compile_graph(
         values = [under_own_name(value) for value in inputs]
         compiled: Any = compile_fx_inner(module, values, is_inference=True, cudagraphs=BoxedBool(False))
     return compiled  # type: ignore[no-any-return]
-
-
-def choice_of_layouts(module: fx.GraphModule) -> dict[str, bool]:
-    """Returns Inductor's settings for the layouts of a graph's convolutions on CUDA; empty: those they have.
-
-    Channels are the innermost dimension where depthwise convolutions alternate with linear layers, as
-    ConvNeXt's do: linear layers read them so, and a transpose on either side is saved. For constant batches
-    of several images Inductor decides, which it refuses for symbolic sizes; a single image loses by it.
-    """
-    convolutions = [node for node in module.graph.nodes if node.target is torch.ops.aten.convolution.default]
-    images, weights = ([node.args[index].meta["val"] for node in convolutions] for index in (0, 1))
-    if any(weight.device.type != "cuda" for weight in weights):
-        return {}
-    groups = [node.args[8] for node in convolutions]
-    depthwise = [count > 1 and weight.shape[1] == 1 for count, weight in zip(groups, weights, strict=True)]
-    if any(depthwise) and not any(weight.shape[2:].numel() == 1 for weight in weights):
-        return {"layout_optimization": True, "force_layout_optimization": True}
-    sizes = [size for image in images for size in image.shape]
-    if convolutions and all(isinstance(size, int) for size in sizes) and images[0].shape[0] > 1:
-        return {"layout_optimization": True}
-    return {}
 
 
 class PersistentRows(InductorChoices):

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from fxsplit_encoder._torch.aot import fake_mode_of, make_fx
+from fxsplit_encoder.compile.layouts import choice_of_layouts
 from fxsplit_encoder.compile.padding.states import is_pointwise, operation
 from fxsplit_encoder.compile.sizes import layout
 from fxsplit_encoder.planning.plan import BATCH_DEPENDENT, InvariantPolicy
@@ -130,7 +131,9 @@ def compile_inductor(
     """Compiles the piece by Inductor for all token counts; `invariant`: no kernel is chosen by time."""
     from fxsplit_encoder._torch.inductor import compile_graph
 
-    return CompiledPiece(compile_graph(_decompose(module, inputs), inputs, invariant=invariant))
+    graph = _decompose(module, inputs)
+    layouts = {} if invariant else choice_of_layouts(graph.graph)
+    return CompiledPiece(compile_graph(graph, inputs, invariant=invariant, layouts=layouts))
 
 
 def _decompose(module: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:

@@ -8,21 +8,16 @@ from typing import Any
 
 import pytest
 import sympy
-import torch
-from torch import Tensor, fx
-from torch._dynamo.source import ConstantSource
+from torch import fx
 from torch._inductor import config
 from torch._inductor.choices import InductorChoices
 from torch._inductor.codecache import compiled_fx_graph_hash
 from torch._inductor.runtime.hints import ReductionHint
 from torch._inductor.sizevars import SizeVarAllocator
 from torch._inductor.virtualized import V
-from torch._subclasses import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from fxsplit_encoder._torch import inductor
-from fxsplit_encoder._torch.inductor import LONGEST_ROW, choice_of_layouts, persistent_rows
+from fxsplit_encoder._torch.inductor import LONGEST_ROW, persistent_rows
 
 TOKENS = sympy.Symbol("s0", integer=True, positive=True)
 
@@ -104,51 +99,6 @@ def test_choices_of_the_caller_stay() -> None:
         assert config.inductor_choices_class is None
     with config.patch(inductor_choices_class=Own), persistent_rows():
         assert config.inductor_choices_class is Own
-
-
-def symbolic(number: int, sizes: ShapeEnv) -> torch.SymInt:
-    symbol = sizes.create_symbol(number, ConstantSource("batch"), DimDynamic.DYNAMIC)
-    return sizes.create_symintnode(symbol, hint=number)  # type: ignore[return-value]
-
-
-FORCED = {"layout_optimization": True, "force_layout_optimization": True}
-ASKED = {"layout_optimization": True}
-
-
-@pytest.mark.parametrize(
-    ("device", "batch", "kernels", "groups", "settings"),
-    [
-        ("cuda", None, (4, 7), (1, 8), FORCED),  # ConvNeXt: patches, then depthwise between linear layers
-        ("cuda", 2, (4, 7), (1, 8), FORCED),
-        ("cuda", None, (4, 7), (1, 2), {}),  # several channels a group
-        ("cuda", None, (4, 7, 1), (1, 8, 1), {}),  # convolutions of one pixel are the linear layers
-        ("cuda", 2, (4, 7, 1), (1, 8, 1), ASKED),
-        ("cuda", 1, (4, 7, 1), (1, 8, 1), {}),
-        ("cuda", None, (4,), (1,), {}),  # a patch embedding
-        ("cuda", 2, (), (), {}),
-        ("cpu", 2, (4, 7), (1, 8), {}),
-    ],
-)
-def test_layouts_of_convolutions_follow_their_kinds_and_their_batch(
-    device: str,
-    batch: int | None,
-    kernels: tuple[int, ...],
-    groups: tuple[int, ...],
-    settings: dict[str, bool],
-) -> None:
-    def convolve(rows: Tensor, weights: list[Tensor]) -> Tensor:
-        for weight, count in zip(weights, groups, strict=True):
-            rows = torch.nn.functional.conv2d(rows, weight, groups=count)
-        return rows
-
-    sizes = ShapeEnv()
-    with FakeTensorMode(shape_env=sizes):  # tensors of a GPU that is not there
-        rows = torch.empty(batch or symbolic(2, sizes), 8, 20, 20, device=device)
-        weights = [
-            torch.empty(8, 8 // count, side, side, device=device)
-            for side, count in zip(kernels, groups, strict=True)
-        ]
-        assert choice_of_layouts(make_fx(convolve)(rows, weights)) == settings
 
 
 @pytest.mark.parametrize("pools", [0, 1])

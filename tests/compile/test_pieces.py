@@ -3,12 +3,18 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx
+from torch._dynamo.source import ConstantSource
 from torch._inductor.virtualized import V
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from fxsplit_encoder._torch import inductor
+from fxsplit_encoder._torch.inductor import select_decomp_table
+from fxsplit_encoder.compile import pieces
+from fxsplit_encoder.compile.layouts import choice_of_layouts
 from fxsplit_encoder.compile.pieces import (
     PIECE_COMPILERS,
     Piece,
@@ -18,6 +24,9 @@ from fxsplit_encoder.compile.pieces import (
 )
 
 from .packed_forwards import attend, packed_inputs, trace_packed
+
+FORCED = {"layout_optimization": True, "force_layout_optimization": True}
+ASKED = {"layout_optimization": True}
 
 Block = Callable[[Tensor], Tensor]
 
@@ -149,8 +158,7 @@ def test_inductor_keeps_the_strides_of_results_where_channels_come_last(
         made = torch.nn.functional.conv2d(rows.relu(), depthwise, padding=3, groups=8)
         return made, torch.nn.functional.conv2d(made, whole, padding=1).relu()
 
-    last = {"layout_optimization": True, "force_layout_optimization": True}
-    monkeypatch.setattr(inductor, "choice_of_layouts", lambda module: last)
+    monkeypatch.setattr(pieces, "choice_of_layouts", lambda graph: FORCED)
     inputs = [torch.randn(shape) for shape in ((2, 8, 6, 6), (8, 1, 7, 7), (8, 8, 3, 3))]
     with FakeTensorMode() as mode, torch.no_grad():
         fakes = [mode.from_tensor(value) for value in inputs]
@@ -160,3 +168,51 @@ def test_inductor_keeps_the_strides_of_results_where_channels_come_last(
         for made, expected in zip(compiled(*inputs), convolve(*inputs), strict=True):
             assert made.stride() == expected.stride()
             torch.testing.assert_close(made, expected)
+
+
+def symbolic(number: int, sizes: ShapeEnv) -> torch.SymInt:
+    symbol = sizes.create_symbol(number, ConstantSource("batch"), DimDynamic.DYNAMIC)
+    return sizes.create_symintnode(symbol, hint=number)  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("decomposed", [False, True])
+@pytest.mark.parametrize(
+    ("batch", "kernels", "groups", "normalizes", "settings"),
+    [
+        (None, (4, 7), (1, 8), False, FORCED),  # ConvNeXt: patches, then depthwise between linear layers
+        (2, (4, 7), (1, 8), False, FORCED),
+        (None, (4, 7), (1, 2), False, {}),  # several channels a group
+        (1, (4, 3, 1), (1, 2, 1), True, {}),
+        (None, (4, 7, 1), (1, 8, 1), True, {}),  # convolutions of one pixel are the linear layers
+        (2, (4, 5, 1), (1, 8, 1), False, ASKED),
+        (1, (4, 7, 1), (1, 8, 1), False, {}),  # wide depthwise windows, where nothing reads whole channels
+        (1, (4, 7, 1), (1, 8, 1), True, ASKED),
+        (1, (3, 1), (1, 1), False, ASKED),
+        (None, (4,), (1,), False, {}),  # a patch embedding
+        (2, (), (), True, {}),
+    ],
+)
+def test_layouts_of_convolutions_follow_their_kinds(
+    batch: int | None,
+    kernels: tuple[int, ...],
+    groups: tuple[int, ...],
+    normalizes: bool,
+    settings: dict[str, bool],
+    decomposed: bool,
+) -> None:
+    def convolve(rows: Tensor, weights: list[Tensor]) -> Tensor:
+        for weight, count in zip(weights, groups, strict=True):
+            rows = F.conv2d(rows, weight, groups=count)
+        rows = rows.permute(0, 2, 3, 1)
+        return F.layer_norm(rows, (8,)) if normalizes else rows
+
+    sizes = ShapeEnv()
+    with FakeTensorMode(shape_env=sizes):  # tensors of a GPU that is not there
+        rows = torch.empty(batch or symbolic(2, sizes), 8, 20, 20, device="cuda")
+        weights = [
+            torch.empty(8, 8 // count, side, side, device="cuda")
+            for side, count in zip(kernels, groups, strict=True)
+        ]
+        table = select_decomp_table() if decomposed else None
+        graph = make_fx(convolve, decomposition_table=table)(rows, weights).graph
+    assert choice_of_layouts(graph) == settings

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from fxsplit_encoder._torch.aot import fake_mode_of
-from fxsplit_encoder.compile.layouts import traced_downstream
+from fxsplit_encoder.compile.layouts import inductor_chooses_layouts, traced_downstream
 from fxsplit_encoder.compile.passes.layers import product
 from fxsplit_encoder.compile.passes.pad_mlp_width import pad_columns
 from fxsplit_encoder.compile.rewriting import call_function, derived_parameter, is_parameter
@@ -32,20 +32,17 @@ def conv_to_linear(module: fx.GraphModule) -> int:
     cuDNN's 3-D convolution took 15 % of the GPU time of a 256-patch image of Qwen3-VL-8B.
     """
     nodes = module.graph.find_nodes(op="call_function", target=aten.convolution.default)
-    due = [node for node in nodes if _has_separate_windows(node) and not _has_chosen_layouts(node)]
+    narrowest = 2 if inductor_chooses_layouts(module.graph) else 1
+    due = [node for node in nodes if _has_separate_windows(node, narrowest)]
     return sum(_replace_by_product(module.graph, node) for node in due)
 
 
-def _has_chosen_layouts(node: fx.Node) -> bool:
-    """Whether a convolution of one pixel gets its layout from Inductor, see `choice_of_layouts`."""
-    images, weight = (argument.meta["val"] for argument in _arguments(node)[:2])
-    number = images.shape[0]
-    return bool(weight.is_cuda and weight.shape[2:].numel() == 1 and isinstance(number, int) and number > 1)
-
-
-def _has_separate_windows(node: fx.Node) -> bool:
+def _has_separate_windows(node: fx.Node, narrowest: int) -> bool:
+    """Whether a convolution reads no pixel twice, in windows of at least so many pixels."""
     source, weight, _, _, padding, dilation, transposed, _, groups = _arguments(node)
     if not all(isinstance(size, int) for size in source.meta["val"].shape[1:]) or transposed or groups != 1:
+        return False
+    if weight.meta["val"].shape[2:].numel() < narrowest:
         return False
     return (
         all(step == width or count == 1 for count, width, step in _windows_by_dim(node))
