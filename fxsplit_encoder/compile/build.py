@@ -23,7 +23,14 @@ from fxsplit_encoder.compile.options import TRACING_PHASES, CompileOptions, host
 from fxsplit_encoder.compile.passes import BEFORE_MASKS, passes_for, run_passes
 from fxsplit_encoder.compile.pieces import Piece, PieceCache, piece_compiler
 from fxsplit_encoder.compile.program import Argument, Program, Ref, RegionInput, TensorInfo
-from fxsplit_encoder.compile.rewriting import derivation, mark_cuts, mark_parameters, node_value, permute_rows
+from fxsplit_encoder.compile.rewriting import (
+    derivation,
+    fold_host_constants,
+    mark_cuts,
+    mark_parameters,
+    node_value,
+    permute_rows,
+)
 from fxsplit_encoder.compile.sizes import Size, assumptions_of, expression, guards_of, shape_exprs
 from fxsplit_encoder.compile.split import Cut, SplitGraph, is_scalar, split_graph, token_count_of
 from fxsplit_encoder.errors import CompileError
@@ -45,6 +52,7 @@ def build_program(
     pass, or `invariant` not for this graph.
     """
     mark_parameters(module.graph, static_inputs)
+    fold_host_constants(module)
     targets = splitting_targets(options.splitting_ops)
     outputs: Any = module.graph.output_node().args[0]
     values = (node_value(each) for each in outputs if isinstance(each, fx.Node))

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxsplit_encoder._torch.aot import detect_fake_mode, fake_mode_of
-from fxsplit_encoder._torch.dispatch import OpOverload, check, define_op, schema_of
+from fxsplit_encoder._torch.aot import detect_fake_mode, fake_mode_of, unset_fake_temporarily
+from fxsplit_encoder._torch.dispatch import OpOverload, check, define_op, has_tag, schema_of
 from fxsplit_encoder.compile.options import host_op
 from fxsplit_encoder.compile.sizes import layout
 
@@ -19,6 +19,12 @@ aten = torch.ops.aten
 _PARAMETER = "is_parameter"
 _CUTS = "splitting_targets"
 _BESIDE = "runs_beside"
+_HOST_CONSTANT = "_host_constant_"
+_VARYING = (
+    torch.Tag.nondeterministic_seeded,
+    torch.Tag.dynamic_output_shape,
+    torch.Tag.data_dependent_output,
+)
 
 
 def mark_parameters(graph: fx.Graph, positions: Iterable[int]) -> None:
@@ -136,6 +142,51 @@ def derivation(node: fx.Node) -> tuple[Callable[..., Tensor], tuple[fx.Node, ...
     """Returns how an input of the graph is derived (`make`, sources); None: it is given."""
     found: tuple[Callable[..., Tensor], tuple[fx.Node, ...]] | None = node.meta.get("derived")
     return found
+
+
+def fold_host_constants(module: fx.GraphModule) -> None:
+    """Replaces copies to a device of what the CPU computes from constants alone by constants there.
+
+    Ranges of positions and tensors of numbers in a model's code are computed on the CPU at each of its calls,
+    and a copy from there cannot be captured. Not where sizes are symbolic, or numbers random.
+    """
+    on_host: set[fx.Node] = set()
+    copies: list[fx.Node] = []
+    for node in module.graph.nodes:
+        value = node.meta.get("val")
+        is_tensor = isinstance(value, Tensor) and all(isinstance(size, int) for size in value.shape)
+        if is_tensor and _is_constant(node, on_host):
+            if value.device.type == "cpu":
+                on_host.add(node)
+            elif node.all_input_nodes:
+                copies.append(node)
+    values: dict[fx.Node, Tensor] = {}
+
+    def compute(node: fx.Node) -> Tensor:
+        if node not in values:
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), compute)
+            target = node.target
+            values[node] = target(*args, **kwargs) if callable(target) else getattr(module, target)
+        return values[node]
+
+    for node in copies:
+        name = f"{_HOST_CONSTANT}{len(module._buffers)}"
+        with unset_fake_temporarily(), torch.no_grad():
+            module.register_buffer(name, compute(node))
+        with module.graph.inserting_before(node):
+            constant = module.graph.get_attr(name)
+        constant.meta["val"] = node.meta["val"]
+        node.replace_all_uses_with(constant)
+    for node in reversed(module.graph.nodes):
+        if not node.users and (node in on_host or node in values):
+            module.graph.erase_node(node)
+
+
+def _is_constant(node: fx.Node, constants: set[fx.Node]) -> bool:
+    """Whether a node is a constant of the graph, or computed of constants in the same way at every call."""
+    if not isinstance(node.target, OpOverload) or not constants.issuperset(node.all_input_nodes):
+        return node.op == "get_attr"
+    return not any(has_tag(node.target, tag) for tag in _VARYING)
 
 
 def _check_lengths(rows: Tensor, permutation: Tensor) -> None:

@@ -28,6 +28,8 @@ class ConvNet(nn.Module):
         self.head = nn.Linear(8, 5)
 
     def forward(self, images: Tensor) -> Tensor:
+        scale = torch.tensor([0.5, 1.0, 2.0]) * torch.arange(1, 4)  # on the CPU, at each call
+        images = images * scale.to(images).unflatten(0, (3, 1, 1))
         return self.head(self.body(self.stem(images)).mean((2, 3))).softmax(-1)
 
 

@@ -11,8 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
-from fxsplit_encoder.compile.rewriting import derivation, derived_parameter, mark_parameters, permute_rows
+from fxsplit_encoder.compile.rewriting import (
+    derivation,
+    derived_parameter,
+    fold_host_constants,
+    mark_parameters,
+    permute_rows,
+)
+
+CPU = torch.device("cpu")
 
 made: list[tuple[int, ...]] = []
 
@@ -50,6 +59,25 @@ def test_what_equal_blocks_derive_is_made_once_and_each_has_a_value_of_its_own()
     assert [node.name for node in graph.find_nodes(op="placeholder")][4:] == [
         f"derived_{i}" for i in range(4)
     ]
+
+
+def test_what_the_cpu_computes_from_constants_for_a_device_is_a_constant_there() -> None:
+    def forward(rows: Tensor) -> Tensor:
+        positions = (torch.arange(0.5, 16) + 0.5) / 16
+        total = torch.tensor([1.0, 2.0]).sum()
+        random = torch.rand(16) * positions
+        return rows * positions.to(rows.device) + total.to(rows.device) + random.to(rows.device)
+
+    with torch.no_grad():
+        module = make_fx(forward)(torch.empty(16, device="meta"))
+    fold_host_constants(module)
+    module.recompile()
+    on_cpu = [node for node in module.graph.nodes if getattr(node.meta.get("val"), "device", None) == CPU]
+    assert {"rand", "arange"} <= {str(node.target.overloadpacket.__name__) for node in on_cpu}
+    constants = module.graph.find_nodes(op="get_attr")
+    assert [tuple(node.meta["val"].shape) for node in constants] == [(16,), ()]
+    assert all(getattr(module, node.target).device.type == "meta" for node in constants)
+    assert module(torch.empty(16, device="meta")).shape == (16,)
 
 
 @given(st.permutations(range(7)), st.sampled_from([(), (3,), (2, 3)]))
