@@ -11,8 +11,8 @@ images of random pixels. Milliseconds, medians of calls in turn, wall time to th
 * "error" of a way: relative root mean square against the model in float32.
 
 A process for each model, which sees one GPU. They compile side by side, `--jobs` on each GPU, and are timed
-one after another, on all GPUs at once, when none compiles any more. What a process has not begun to compile
-after `--compile-seconds` is left out, max-autotune first. `--tiny` takes three small models of transformers
+one after another, on all GPUs at once, when none compiles any more. What a process has not compiled after
+`--compile-seconds` is left out, max-autotune first. `--tiny` takes three small models of transformers
 without torch's modes, on a CPU too.
 """
 
@@ -23,6 +23,7 @@ import copy
 import functools
 import itertools
 import multiprocessing
+import signal
 import statistics
 import threading
 import time
@@ -58,6 +59,7 @@ TINY: dict[str, dict[str, Any]] = {
     "ResNet": {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1]},
 }
 _SAMPLES, _WARMUPS = 30, 4
+_SECONDS_TO_NEXT = 5  # alarm, where the first was caught by what tries one kernel after another
 _RECOMPILATIONS = 64  # each way compiles the same code, torch's modes at each size
 
 
@@ -99,6 +101,8 @@ def output_of(model: Callable[..., Any], pixels: Tensor) -> Tensor:
 def rows_of(name: str, options: argparse.Namespace, ready: Any, go: Any, turn: Any) -> Iterator[Row]:
     """Compiles each way of a model, waits for the others of the GPU, then times them in turn."""
     end = time.monotonic() + options.compile_seconds
+    signal.signal(signal.SIGALRM, _stop)
+    signal.setitimer(signal.ITIMER_REAL, options.compile_seconds, _SECONDS_TO_NEXT)
     torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = _RECOMPILATIONS
     device = options.device
     calls: dict[tuple[Way, int], Callable[[], Tensor]] = {}
@@ -116,8 +120,6 @@ def rows_of(name: str, options: argparse.Namespace, ready: Any, go: Any, turn: A
         compiled: dict[Way, Any] = {("eager", "any"): model}
         for (way, sizes), n in itertools.product(ways, options.batches):
             begin = time.monotonic()
-            if begin > end:
-                break
             row: Row = {"model": name, "batch": n, "way": way, "sizes": sizes}
             with failing(row):  # which the other ways need not share
                 if sizes == "one" or (way, sizes) not in compiled:
@@ -128,8 +130,11 @@ def rows_of(name: str, options: argparse.Namespace, ready: Any, go: Any, turn: A
                 error = relative_error(made.float(), expected[n])
                 rows[(way, sizes), n] = {**row, "warm-up s": time.monotonic() - begin, "error": error}
                 calls[(way, sizes), n] = call
+            if time.monotonic() > end:
+                break
             if "failure" in row:
                 yield row
+        signal.setitimer(signal.ITIMER_REAL, 0)
     ready.set()
     go.wait(options.timeout)
     with turn, torch.no_grad():  # as before: graphs are compiled anew in another mode
@@ -137,6 +142,10 @@ def rows_of(name: str, options: argparse.Namespace, ready: Any, go: Any, turn: A
             of_batch = {way: call for (way, batch), call in calls.items() if batch == n}
             for way, times in in_turns(of_batch, 2 if options.tiny else _SAMPLES, 3).items():
                 yield {**rows[way, n], "p50": statistics.median(wall for wall, _ in times)}
+
+
+def _stop(*_: object) -> None:
+    raise TimeoutError("compiling took too long")
 
 
 def compiled_by(way: str, sizes: str, model: nn.Module) -> Any:
