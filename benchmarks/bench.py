@@ -14,7 +14,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from storage import Record
+from storage import Record, store_flat
 from timing import device_for
 
 CASES: Mapping[str, str] = {
@@ -34,7 +34,6 @@ CASES: Mapping[str, str] = {
     "serve": "JPEG in, vector out over HTTP, beside a plain server",
     "vllm": "inside vLLM: its classes eagerly, by its manager and by ours",
     "vllm_serving": "vLLM's engine, from prompts with images to tokens",
-    "ab": "two commits side by side on one device",
 }
 """By name, which is also that of its module in `cases`: what it measures."""
 
@@ -70,6 +69,8 @@ def _run(name: str, arguments: argparse.Namespace) -> int:
         arguments.device = device_for(name, getattr(arguments, "tiny", False))
     record = Record(name, arguments.output)
     importlib.import_module(f"cases.{name}").run(arguments, record)
+    if arguments.output is not None:
+        store_flat(arguments.output.with_suffix(".csv"), record.rows)
     print(getattr(importlib.import_module("tables"), name)(record.result))
     failures = [row for row in record.rows if "failure" in row]
     for row in failures:

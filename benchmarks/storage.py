@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import csv
 import importlib.metadata
 import json
 import os
@@ -132,6 +133,14 @@ def store(path: Path | None, result: Mapping[str, Any]) -> None:
     partial = path.with_suffix(".partial")
     partial.write_text(f'{text},\n "rows": [\n{rows}\n ]\n}}\n', encoding="utf-8")
     partial.replace(path)
+
+
+def store_flat(path: Path, rows: Sequence[Row]) -> None:
+    """Writes rows as a CSV file, of all columns that any of them has."""
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, dict.fromkeys(name for row in rows for name in row))
+        writer.writeheader()
+        writer.writerows(_rounded(row) for row in rows)
 
 
 def load(path: Path) -> Result:

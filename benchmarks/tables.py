@@ -478,6 +478,21 @@ def backend(result: Result) -> str:
     return _told(result, "\n\n".join([table, *failures]), "Ratios of medians, by batch.", rows=rows)
 
 
+def embedding(result: Result) -> str:
+    """Images a second of each way, and the share of the rate of a large matrix product that ours reaches."""
+    rows = [row for row in result["rows"] if "p50" in row]
+    ways = list(dict.fromkeys(row["way"] for row in rows))
+    lines = []
+    for name, of_model in _grouped(rows, "model").items():
+        for batch, found in _grouped(of_model, "batch").items():
+            times = {row["way"]: row["p50"] for row in found}
+            speeds = [f"{batch / times[way] * 1e3:.0f}" if way in times else None for way in ways]
+            floor = next(row["floor"] for row in found if "floor" in row)
+            lines.append([name, batch, *speeds, f"{floor / times['encoder_cg']:.0%}"])
+    note = "Images a second; share of the rate of a large matrix product."
+    return _told(result, formatted(["tower", "batch", *ways, "share"], lines), note, rows=rows)
+
+
 def _made(result: Result, what: str) -> list[dict[str, int]]:
     return [each for name, each in result["settings"].items() if name.startswith(what)]
 

@@ -1,6 +1,7 @@
 """Vision models behind `torch.compile`, by this backend and by torch's own modes.
 
     python benchmarks/bench.py backend --output out/backend.json
+    python benchmarks/bench.py backend --embedding --output out/embedding.json
 
 Models of timm and transformers at their default sizes, bf16, seeded random weights, batches of 1, 8 and 32
 images of random pixels. Milliseconds, medians of calls in turn, wall time to the end of the device's work:
@@ -8,7 +9,10 @@ images of random pixels. Milliseconds, medians of calls in turn, wall time to th
 * "eager": without `torch.compile`; "reduce-overhead" and "max-autotune": those modes; "encoder_cg": this
   backend. `--sizes one` compiles each way for each batch size, with `dynamic=False`; `--sizes any` compiles
   it as `torch.compile` does by default, where batches above 1 share a graph of symbolic sizes.
-* "error" of a way: relative root mean square against the model in float32.
+* "error" of a way: relative root mean square against the model in float32. "floor" of a batch: milliseconds
+  that its products, convolutions and attention take at the rate of a large matrix product, timed beside it.
+
+`--embedding`: towers that people embed with, at batches of 1 to 256, as timm's own benchmark has them.
 
 A process for each model, which sees one GPU. They compile side by side, `--jobs` on each GPU, and are timed
 one after another, on all GPUs at once, when none compiles any more. What a process has not compiled after
@@ -27,7 +31,7 @@ import signal
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -35,9 +39,10 @@ import torch
 import transformers
 from processes import run_process, visible_gpus
 from storage import Record, Row, failing
+from tables import embedding
 from timing import in_turns
 from torch import Tensor, nn
-from worker import relative_error
+from worker import count_flops, gemm_flops_per_second, relative_error
 
 TIMM = (
     "vit_base_patch16_224 vit_small_patch16_224 vit_large_patch14_clip_224 vit_so400m_patch14_siglip_384 "
@@ -50,6 +55,10 @@ TIMM = (
 TRANSFORMERS = (
     "ViT Dinov2 Dinov2WithRegisters SiglipVision CLIPVision ConvNext ConvNextV2 Swin Swinv2 "
     "Beit DINOv3ViT ResNet"
+).split()
+EMBEDDING = (
+    "timm/vit_so400m_patch14_siglip_384 timm/vit_large_patch14_clip_336 timm/vit_large_patch14_dinov2 "
+    "timm/vit_large_patch16_dinov3 transformers/InternVLVision"
 ).split()
 Way = tuple[str, str]
 MODES = ("reduce-overhead", "max-autotune")
@@ -66,6 +75,7 @@ _RECOMPILATIONS = 64  # each way compiles the same code, torch's modes at each s
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     names = [*(f"timm/{name}" for name in TIMM), *(f"transformers/{name}" for name in TRANSFORMERS)]
     parser.add_argument("--models", nargs="+", default=names, metavar="NAME")
+    parser.add_argument("--embedding", action="store_true", help="what the table of embedding towers needs")
     parser.add_argument("--modes", nargs="*", choices=MODES, default=list(MODES))
     parser.add_argument("--sizes", nargs="+", choices=("one", "any"), default=["one", "any"])
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 32])
@@ -138,10 +148,23 @@ def rows_of(name: str, options: argparse.Namespace, ready: Any, go: Any, turn: A
     ready.set()
     go.wait(options.timeout)
     with turn, torch.no_grad():  # as before: graphs are compiled anew in another mode
-        for n in options.batches:
-            of_batch = {way: call for (way, batch), call in calls.items() if batch == n}
-            for way, times in in_turns(of_batch, 2 if options.tiny else _SAMPLES, 3).items():
-                yield {**rows[way, n], "p50": statistics.median(wall for wall, _ in times)}
+        yield from timed_rows(calls, rows, options, gemm_flops_per_second(torch.device(device), dtype))
+
+
+def timed_rows(
+    calls: Mapping[tuple[Way, int], Callable[[], Tensor]],
+    rows: Mapping[tuple[Way, int], Row],
+    options: argparse.Namespace,
+    rate: float,
+) -> Iterator[Row]:
+    """Times what was compiled, batch by batch, and compares with `rate`, in operations a second."""
+    plain = ("eager", "any")
+    for n in options.batches:
+        of_batch = {way: call for (way, batch), call in calls.items() if batch == n}
+        if plain in of_batch:
+            rows[plain, n]["floor"] = count_flops(of_batch[plain]) / rate * 1e3
+        for way, times in in_turns(of_batch, 2 if options.tiny else _SAMPLES, 3).items():
+            yield {**rows[way, n], "p50": statistics.median(wall for wall, _ in times)}
 
 
 def _stop(*_: object) -> None:
@@ -157,6 +180,8 @@ def compiled_by(way: str, sizes: str, model: nn.Module) -> Any:
 def run(arguments: argparse.Namespace, record: Record) -> None:
     if arguments.tiny:
         arguments.models, arguments.batches = [f"transformers/{name}" for name in TINY], [1, 2]
+    elif arguments.embedding:
+        arguments.models, arguments.batches, arguments.sizes = EMBEDDING, [1, 8, 64, 256], ["one"]
     gpus: list[str | None] = [*visible_gpus()] or [None]
     record.settings["batches"] = arguments.batches
     context = multiprocessing.get_context("spawn")
@@ -187,3 +212,5 @@ def run(arguments: argparse.Namespace, record: Record) -> None:
 
     with ThreadPoolExecutor(len(gpus)) as pool:
         list(pool.map(measure, range(len(gpus))))
+    if arguments.embedding:
+        print(embedding(record.result))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -13,13 +12,12 @@ import pytest
 import serving
 import torch
 from bench import parse
-from cases import ab, encoder, requests, towers
+from cases import encoder, requests, towers
 from cases.vllm_serving import AT_ONCE, _row, order_of_start, plugin_problem, use_one_node
 from decoder import TINY, Decoder
 from kernel_times import Kernel, kind_of, shares
 from storage import Record, load, new_result
 from worker import FLOOR
-from workloads import QUICK_WORKLOADS
 
 from fxsplit_encoder.models.registry import ARCHITECTURES
 
@@ -207,52 +205,6 @@ def test_kernels_side_by_side_are_no_gap() -> None:
     row = shares([run, run])
     assert (row["span"], row["products"], row["norms and pointwise"], row["gaps"]) == (7.0, 5.0, 3.0, 1.0)
     assert (row["attention"], row["copies"], row["calls"]) == (0.0, 0.0, 3)
-
-
-@pytest.mark.exhaustive
-def test_both_checkouts_are_timed_in_turns(tmp_path: Path) -> None:
-    for folder in ("fxsplit_encoder", "benchmarks"):
-        shutil.copytree(ROOT / folder, tmp_path / "base" / folder, ignore=lambda *_: {"__pycache__"})
-    output = tmp_path / "ab.json"
-    arguments = parse(
-        ["ab", "--tiny", "--baseline", f"{tmp_path}/base", "--rounds", "1", "--output", str(output)]
-    )
-    assert not arguments.run(arguments)
-    rows = load(output)["rows"]
-    assert {(row["workload"], row["time"]) for row in rows} == {
-        (workload, time) for workload in QUICK_WORKLOADS["packed"] for time in ("p50", "host")
-    }
-
-
-def test_ratios_are_of_medians_and_their_spread_is_that_of_turns() -> None:
-    def result(p50: float) -> dict[str, Any]:
-        return {"rows": [{"workload": "1x224", "p50": p50, "device": None}, {"workload": "start"}]}
-
-    theirs, ours = [result(2.0), result(4.0), result(9.0)], [result(1.0), result(4.0), result(1.0)]
-    (row,) = ab.compare({"baseline": theirs, "this": ours})
-    assert (row["baseline"], row["this"], row["ratio"]) == (4.0, 1.0, 0.25)
-    assert (row["lowest"], row["highest"]) == (pytest.approx(1 / 9), 1.0)
-    assert ab.compare({"baseline": theirs, "this": [*ours[:2], {"rows": []}]}) == []  # it failed in a turn
-
-
-def test_the_config_reaches_both_checkouts() -> None:
-    arguments = parse(["ab", "--baseline", "base", "--config", '{"packing": "greedy"}'])
-    for job in encoder.make_jobs(_parsed(*ab.options_of(arguments)), "cuda"):
-        assert (job.tower, job.variant, job.workloads) == ("qwen3-vl-8b", "ours-auto", ab.IMAGES)
-        assert job.config == {"packing": "greedy"}
-
-
-@pytest.mark.parametrize(
-    ("benchmark", "reason"),
-    [(None, "expected the root of a checkout; got"), ("raise SystemExit(3)", "ended with exit code 3")],
-)
-def test_a_baseline_without_a_result_is_refused(benchmark: str | None, reason: str, tmp_path: Path) -> None:
-    if benchmark is not None:
-        (tmp_path / "benchmarks").mkdir()
-        (tmp_path / "benchmarks" / "bench.py").write_text(benchmark, encoding="utf-8")
-    arguments = parse(["ab", "--tiny", "--baseline", str(tmp_path)])
-    with pytest.raises(SystemExit, match=reason):
-        arguments.run(arguments)
 
 
 def test_an_engine_whose_encoder_is_not_the_plugins_is_no_measurement_of_it() -> None:
