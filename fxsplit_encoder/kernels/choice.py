@@ -1,4 +1,4 @@
-"""Choose the kernel of a call: measured for each class of calls at warm-up, or pinned.
+"""Choose the kernel of a call, measured for each class of calls at warm-up.
 
 Kernels are timed inside `measuring()` alone; elsewhere the nearest measured class decides, else torch's own.
 """
@@ -7,24 +7,19 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import operator
-import re
 import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar, Token
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Self
 
 import torch
 
-from fxsplit_encoder.errors import ConfigError
 from fxsplit_encoder.kernels.kernel import KernelT, ShapeT, distance, works
 from fxsplit_encoder.kernels.meter import Measured, Meter, TimeSpent
 from fxsplit_encoder.kernels.store import KernelStore, describe_host
-from fxsplit_encoder.messages import nearest
 
 logger = logging.getLogger(__name__)
 
@@ -263,31 +258,18 @@ Unmeasured = dict[tuple[KernelMeasurements[Any, Any], Any], None]
 
 
 class Chooser(Generic[ShapeT, KernelT]):
-    """Chooses the kernel of every call: the pinned one, else the fastest that was measured."""
+    """Chooses the kernel of every call: the fastest that was measured, unless one is `pinned`."""
 
     current: ClassVar[ContextVar[Any]]
 
-    def __init__(
-        self, pins: Sequence[Pin[ShapeT]], measurements: KernelMeasurements[ShapeT, KernelT]
-    ) -> None:
-        self.pins = tuple(pins)
+    def __init__(self, measurements: KernelMeasurements[ShapeT, KernelT]) -> None:
         self.measurements = measurements
-        self._operation = measurements.shape.operation
         self.by_call: dict[tuple[object, ...], KernelT] = {}
         self._known_version = 0
-        self._warned: set[str] = set()
 
-    def check(self, device: torch.device) -> None:
-        """Checks that every pinned kernel works on a device; ConfigError says which does not, and why."""
-        kernels = {kernel.name: kernel for kernel in self.measurements.kernels}
-        pinned = {pin.kernel for pin in self.pins} - {AUTO}
-        problems = [
-            f"{self._operation}: {name} cannot run on {device}: {reason}"
-            for name in sorted(pinned)
-            if (reason := kernels[name].unavailable_reason(device)) is not None
-        ]
-        if problems:
-            raise ConfigError(*problems)
+    def pinned(self, shape: ShapeT) -> KernelT | None:
+        """Returns the kernel that the user wants for a shape, if there is one and it computes this shape."""
+        return None
 
     def remembered(self, call: tuple[object, ...], shape: Callable[[], ShapeT]) -> KernelT:
         """Returns the kernel of the call with the key `call`; `shape` makes its shape."""
@@ -327,19 +309,6 @@ class Chooser(Generic[ShapeT, KernelT]):
         rest = [k for k in candidates if k.name not in times and k.name not in rejected]
         return (*measured, *rest) or tuple(candidates)
 
-    def pinned(self, shape: ShapeT) -> KernelT | None:
-        """Returns the kernel that is pinned for a shape, if one is and it computes this shape."""
-        name = next((pin.kernel for pin in self.pins if pin.holds(shape)), AUTO)
-        kernel = next((kernel for kernel in self.measurements.kernels if kernel.name == name), None)
-        if kernel is None or works(kernel, shape):
-            return kernel
-        if name not in self._warned:
-            self._warned.add(name)
-            logger.warning(
-                "%s: %s is pinned but does not compute %s; another kernel does", self._operation, name, shape
-            )
-        return None
-
 
 # Entered for every request: a class takes a third of the time of a generator.
 class choosing:
@@ -356,75 +325,6 @@ class choosing:
     def __exit__(self, *raised: object) -> None:
         for chooser, token in zip(self._choosers, self._tokens, strict=True):
             chooser.current.reset(token)
-
-
-# --- what users pin
-
-AUTO = "auto"
-
-Condition = Callable[[Any], bool]
-
-_OPERATORS = {"<=": operator.le, ">=": operator.ge, "<": operator.lt, ">": operator.gt, "=": operator.eq}
-_COMPARISON = re.compile(r"(\w+)\s*(<=|>=|<|>|=)\s*(\d+)")
-
-
-@dataclass(frozen=True, slots=True)
-class Pin(Generic[ShapeT]):
-    """A kernel's name, or `auto`, for the calls that fulfil every condition."""
-
-    conditions: tuple[Condition, ...]
-    kernel: str
-
-    def holds(self, shape: ShapeT) -> bool:
-        """Whether the call fulfils every condition."""
-        return all(condition(shape) for condition in self.conditions)
-
-
-@dataclass(frozen=True)
-class PinGrammar(Generic[ShapeT]):
-    """Grammar of one operation's setting."""
-
-    setting: str
-    kernels: tuple[str, ...]
-    words: Mapping[str, Callable[[ShapeT], bool]]
-    numbers: tuple[str, ...]
-
-    def parse(self, value: str | Mapping[str, str]) -> tuple[Pin[ShapeT], ...]:
-        """The pins of a setting, the first of which that holds counts; ConfigError names unknown words."""
-        if isinstance(value, str):
-            value = {"": value}
-        problems: list[str] = []
-        pins: list[Pin[ShapeT]] = []
-        for key, kernel in value.items():
-            where = f"{self.setting}.{key}" if key else self.setting
-            if kernel != AUTO and kernel not in self.kernels:
-                problems.append(f"{where}: {_unknown(str(kernel), (AUTO, *self.kernels))}")
-            conditions: list[Condition] = []
-            for text in filter(None, (part.strip() for part in key.split(","))):
-                condition = self._condition(text)
-                if condition is None:
-                    known = (*self.words, *(f"{name}<=N" for name in self.numbers))
-                    problems.append(f"{where}: {_unknown(text, known)}")
-                else:
-                    conditions.append(condition)
-            pins.append(Pin(tuple(conditions), kernel))
-        if problems:
-            raise ConfigError(*problems)
-        return tuple(pins)
-
-    def _condition(self, text: str) -> Condition | None:
-        comparison = _COMPARISON.fullmatch(text)
-        if comparison is None:
-            return self.words.get(text)
-        name, sign, number = comparison.groups()
-        if name not in self.numbers:
-            return None
-        compare, bound = _OPERATORS[sign], int(number)
-        return lambda shape: bool(compare(getattr(shape, name), bound))
-
-
-def _unknown(name: str, allowed: Sequence[str]) -> str:
-    return f"unknown; {nearest(name, allowed)}allowed: {', '.join(allowed)}; got {name!r}"
 
 
 # Of an error in a report.

@@ -18,7 +18,7 @@ class CallShape(ABC):
     """One call of an operation; rounded, the class of calls that share a kernel. JSON keeps its fields."""
 
     operation: ClassVar[str]
-    """Also the name of the setting that pins kernels."""
+    """Also the name of the file of its measurements."""
 
     device: torch.device
     dtype: torch.dtype

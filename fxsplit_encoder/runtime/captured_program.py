@@ -470,8 +470,7 @@ class Choosers:
 
     def check(self, device: torch.device) -> None:
         """Raises ConfigError for a pinned kernel that does not work on a device."""
-        for chooser in self.all:
-            chooser.check(device)
+        self.attention.check(device)
 
     def failures(self, device: torch.device) -> list[str]:
         """Returns a line for each operation and reason with the kernels that raise on a device."""

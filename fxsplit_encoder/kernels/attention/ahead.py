@@ -12,7 +12,6 @@ from fxsplit_encoder.kernels import compile_jobs
 from fxsplit_encoder.kernels.attention.chooser import KernelChooser, current_chooser
 from fxsplit_encoder.kernels.attention.flash_attn import FlashAttention4, WholeWaves
 from fxsplit_encoder.kernels.attention.op import dense_attention, traced, varlen_attention
-from fxsplit_encoder.kernels.choice import AUTO
 
 # Their dtype and width.
 Heads = tuple[torch.dtype, int]
@@ -90,7 +89,7 @@ def _known_heads(chooser: KernelChooser, device: torch.device) -> set[Heads]:
 
 
 def _is_settled(chooser: KernelChooser) -> bool:
-    return chooser.policy.one_attention_kernel or any(pin.kernel != AUTO for pin in chooser.pins)
+    return chooser.policy.one_attention_kernel or bool(chooser.pinned_names)
 
 
 def _names(chooser: KernelChooser, *, is_dense: bool, is_captured: bool = True) -> list[str]:

@@ -9,7 +9,7 @@ import functools
 import itertools
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -22,7 +22,7 @@ from fxsplit_encoder._torch.device import on_device
 from fxsplit_encoder._torch.dispatch import addmm_activation, define_op
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.kernels import compile_jobs
-from fxsplit_encoder.kernels.choice import AUTO, Chooser, KernelMeasurements, PinGrammar
+from fxsplit_encoder.kernels.choice import Chooser, KernelMeasurements
 from fxsplit_encoder.kernels.kernel import CallShape, CudaKernel, Kernel, find
 from fxsplit_encoder.kernels.meter import MOST_CALLS_TIMED, Example, Meter, poison_memory
 from fxsplit_encoder.kernels.store import package_version
@@ -264,26 +264,14 @@ Measurements = KernelMeasurements[ProductShape, ProductKernel]
 
 MEASUREMENTS: Measurements = KernelMeasurements(ProductShape, KERNELS, ProductMeter()).keep()
 
-_GRAMMAR: PinGrammar[ProductShape] = PinGrammar(
-    ProductShape.operation,
-    tuple(kernel.name for kernel in KERNELS),
-    words={
-        "gelu": lambda shape: shape.activation in ("gelu", "gelu_tanh"),
-        "swiglu": lambda shape: shape.activation == "swiglu",
-    },
-    numbers=("rows", "in_features", "out_features"),
-)
-
 
 class ProductChooser(Chooser[ProductShape, ProductKernel]):
-    """Chooses the kernel of each linear layer: that of the setting `products`, or the fastest."""
+    """Chooses the kernel of each linear layer: the fastest that was measured."""
 
     current: ClassVar[ContextVar[ProductChooser]]
 
-    def __init__(
-        self, products: str | Mapping[str, str] = AUTO, measurements: Measurements = MEASUREMENTS
-    ) -> None:
-        super().__init__(_GRAMMAR.parse(products), measurements)
+    def __init__(self, measurements: Measurements = MEASUREMENTS) -> None:
+        super().__init__(measurements)
 
     def of(self, rows: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> ProductKernel:
         """Returns the kernel of a call."""
@@ -301,7 +289,7 @@ _of_process = ProductChooser()
 ProductChooser.current = ContextVar("fxsplit_encoder_products", default=_of_process)
 
 current_product_chooser: Callable[[], ProductChooser] = ProductChooser.current.get
-"""The chooser of the enclosing `choosing`, or the process's own, which pins nothing."""
+"""The chooser of the enclosing `choosing`, or the process's own."""
 
 
 def multiply(rows_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, activation: str) -> Tensor:
@@ -345,11 +333,9 @@ linear = define_op(
 
 
 def compile_ahead(nodes: Iterable[fx.Node], device: torch.device) -> None:
-    """Starts to compile the kernels to compare for the layers among nodes, unless pinned or measured."""
+    """Starts to compile the kernels to compare for the layers among nodes, unless they were measured."""
     chooser = current_product_chooser()
-    if device.type != "cuda" or any(pin.kernel != AUTO for pin in chooser.pins):
-        return
-    if not has_fused_activations(torch.cuda.get_device_capability(device)):
+    if device.type != "cuda" or not has_fused_activations(torch.cuda.get_device_capability(device)):
         return
     table = chooser.measurements.table(device)
     known = {(shape.activation, shape.dtype) for shape, found in table.items() if found.microseconds}

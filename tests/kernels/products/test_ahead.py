@@ -63,9 +63,7 @@ def test_each_activation_is_begun_once(begun: list[Any]) -> None:
     assert begun == [(TILES, "gelu", torch.bfloat16), (TILES, "swiglu", torch.bfloat16)]
 
 
-def test_nothing_is_begun_where_a_setting_or_earlier_times_choose(begun: list[Any]) -> None:
-    with choosing(chooser("cublas")):
-        measured.compile_ahead([layer("gelu")], CUDA)
+def test_nothing_is_begun_where_earlier_times_choose(begun: list[Any]) -> None:
     known = chooser()
     shape = ProductShape(CUDA, torch.bfloat16, 512, 16, 16, True, "gelu")
     known.measurements.add(CUDA, {shape: Measured({"cublas": 1.0})})
@@ -74,8 +72,8 @@ def test_nothing_is_begun_where_a_setting_or_earlier_times_choose(begun: list[An
     assert [activation for _, activation, _ in begun] == ["gelu_tanh"]
 
 
-def chooser(pinned: str = "auto") -> ProductChooser:
-    return ProductChooser(pinned, KernelMeasurements(ProductShape, KERNELS, ProductMeter()))
+def chooser() -> ProductChooser:
+    return ProductChooser(KernelMeasurements(ProductShape, KERNELS, ProductMeter()))
 
 
 def test_a_call_waits_for_what_is_being_compiled(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fxsplit_encoder.cli.inspection import class_rows
-from fxsplit_encoder.errors import ConfigError, InputError
+from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.kernels.choice import KernelMeasurements, choosing, measuring
 from fxsplit_encoder.kernels.meter import Measured
 from fxsplit_encoder.kernels.products import measured
@@ -146,17 +146,6 @@ def test_the_operation_is_well_formed() -> None:
         (rows, weight, bias, "swiglu"),
     ):
         torch.library.opcheck(linear, arguments, test_utils=("test_schema", "test_faketensor"))
-
-
-def test_products_are_pinned_as_attention_is() -> None:
-    chooser = ProductChooser({"gelu, rows>=1000": "quack_128x160", "swiglu": "cublas"})
-    assert [pin.holds(shape(2000)) for pin in chooser.pins] == [True, False]
-    with pytest.raises(ConfigError, match=r"products\.plain: unknown; allowed: gelu, swiglu"):
-        ProductChooser({"plain": "cublas"})
-    with pytest.raises(ConfigError, match=r"products\.tokens<=4: unknown; .*rows<=N"):
-        ProductChooser({"tokens<=4": "cublas"})
-    with pytest.raises(ConfigError, match="products: quack_128x160 cannot run on cpu: needs CUDA"):
-        ProductChooser("quack_128x160").check(CPU)
 
 
 def test_on_a_cpu_there_is_nothing_to_choose_from() -> None:
