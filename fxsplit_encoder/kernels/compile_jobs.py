@@ -133,30 +133,23 @@ def warm_up(number: int, device: torch.device) -> None:
             state.processes.append(_launch(device))
 
 
-def start(
-    names: Iterable[str], variant: Variant, dtype: torch.dtype, device: torch.device, *, apart: bool = True
-) -> None:
-    """Starts to compile kernels for such heads or products, if `apart` each in a process."""
-    if reason := why_not(device):
-        logger.debug("kernels are compiled when they are called: %s", reason)
-        return
+def start(names: Iterable[str], variant: Variant, dtype: torch.dtype, device: torch.device) -> None:
+    """Starts to compile kernels for such heads or products, one after the other in one process."""
+    kind = str(dtype).removeprefix("torch.")
     with state.lock:
-        process: _Process | None = None
-        for name in names:
-            job = (name, variant, str(dtype).removeprefix("torch."))
-            if job in state.asked:
-                continue
-            state.asked.add(job)
-            try:
-                if apart or process is None:
-                    idle = (e for e in state.processes if not e.jobs and e.child.is_asked)
-                    process = next(idle, None)
-                if process is None:
-                    state.processes.append(process := _launch(device))
-                process.jobs.append(job)
+        jobs = [job for name in names if (job := (name, variant, kind)) not in state.asked]
+        if not jobs or why_not(device):
+            return
+        state.asked.update(jobs)
+        try:
+            process = next((e for e in state.processes if not e.jobs and e.child.is_asked), None)
+            if process is None:
+                state.processes.append(process := _launch(device))
+            process.jobs += jobs
+            for job in jobs:
                 process.child.ask(json.dumps(job))
-            except OSError as error:  # no process can be started, or it has ended: it is compiled here
-                logger.warning("not compiled ahead: %s: %s", job, error)
+        except OSError as error:  # no process can be started, or it has ended: they are compiled here
+            logger.warning("not compiled ahead: %s: %s", jobs, error)
 
 
 def _launch(device: torch.device) -> _Process:

@@ -160,8 +160,7 @@ class Quack(CudaKernel[ProductShape], ProductKernel):
 
     def __call__(self, rows_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, activation: str) -> Tensor:
         """Makes the call that the autotuner of QuACK would make, with this tile."""
-        if compile_jobs.is_running():
-            compile_jobs.wait()
+        compile_jobs.wait()
         result = rows_MK.new_empty(rows_MK.shape[0], features_after(activation, weight_NK.shape[0]))
         self.function(
             *(rows_MK, weight_NK.t()),
@@ -348,4 +347,4 @@ def compile_ahead(nodes: Iterable[fx.Node], device: torch.device) -> None:
         if (activation, dtype) not in known:
             compile_jobs.name_quack_directory()
             names = (k.name for k in chooser.measurements.kernels if isinstance(k, Quack))
-            compile_jobs.start(names, activation, dtype, device, apart=False)
+            compile_jobs.start(names, activation, dtype, device)
