@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar, Token
 from pathlib import Path
-from typing import Any, ClassVar, Generic, Self
+from typing import Any, ClassVar, Generic
 
 import torch
 
@@ -39,24 +39,23 @@ _LACKS_MEMORY = "not enough memory to compare kernels for %s"
 # Distinct calls whose kernel is remembered.
 MOST_CALLS = 4096
 
-_measuring: ContextVar[bool] = ContextVar("fxsplit_encoder_measuring_kernels", default=False)
-
-is_measuring: Callable[[], bool] = _measuring.get
-"""Whether `measuring` was entered."""
+_measuring: ContextVar[TimeSpent | None] = ContextVar("fxsplit_encoder_measuring_kernels", default=None)
 
 _unmeasured: ContextVar[Unmeasured | None] = ContextVar("fxsplit_encoder_unmeasured_kernels", default=None)
 
-_spent: ContextVar[TimeSpent | None] = ContextVar("fxsplit_encoder_spent_measuring", default=None)
+
+def is_measuring() -> bool:
+    """Whether `measuring` was entered."""
+    return _measuring.get() is not None
 
 
 @contextlib.contextmanager
 def measuring(spent: TimeSpent | None = None) -> Iterator[None]:
     """Measures classes of calls that are met for the first time, and adds the time to `spent`."""
-    token, token_of_spent = _measuring.set(True), _spent.set(spent)
+    token = _measuring.set(TimeSpent() if spent is None else spent)
     try:
         yield
     finally:
-        _spent.reset(token_of_spent)
         _measuring.reset(token)
 
 
@@ -68,6 +67,11 @@ def collecting(found: Unmeasured) -> Iterator[None]:
         yield
     finally:
         _unmeasured.reset(token)
+
+
+def kept(device: torch.device, directory: Path | None = None) -> KernelStore:
+    """Returns the store of what is measured in a device's environment."""
+    return KernelStore("measured", describe_host(device), directory)
 
 
 class KernelMeasurements(Generic[ShapeT, KernelT]):
@@ -92,11 +96,6 @@ class KernelMeasurements(Generic[ShapeT, KernelT]):
         self.version = 0
         """Grows with every measurement, so that remembered choices are made again."""
 
-    def keep(self, directory: Path | None = None) -> Self:
-        """Writes measurements to the store of each device's environment; returns itself."""
-        self._store = lambda device: KernelStore("measured", describe_host(device), directory)
-        return self
-
     def keep_nothing_new(self, device: torch.device) -> None:
         """Loads the store of a device; later measurements are not written."""
         self._table(device)
@@ -117,12 +116,15 @@ class KernelMeasurements(Generic[ShapeT, KernelT]):
         table = self._table(shape.device)
         if rounded in self._loaded and self._may_measure(shape):
             self._loaded.discard(rounded)
+            known = {*table[rounded].microseconds, *table[rounded].rejected}
             # A package may have been missing, or a kernel have failed.
-            if not table[rounded].covers(self.candidates(rounded)):
+            if any(kernel.name not in known for kernel in self.candidates(rounded)):
                 del table[rounded]
         if rounded not in table and self._may_measure(shape):
-            if is_measuring():
-                self._measure(rounded)
+            if (spent := _measuring.get()) is not None:
+                begin = time.perf_counter()
+                self.compare(rounded)
+                spent.seconds += time.perf_counter() - begin
             elif (unmeasured := _unmeasured.get()) is not None:
                 unmeasured[self, rounded] = None
         if rounded in table:
@@ -130,12 +132,10 @@ class KernelMeasurements(Generic[ShapeT, KernelT]):
         if rounded not in self._nearest:
             if len(self._nearest) >= MOST_CALLS:
                 self._nearest.clear()
-            nearest = next(iter(self._neighbors(rounded)), None)
-            if nearest is not None and distance(nearest, rounded) > _FARTHEST:
-                nearest = None
-            self._nearest[rounded] = nearest
-        known = self._nearest[rounded]
-        return None if known is None else (known, table[known])
+            near = [each for each in self._of_its_kind(rounded) if distance(each, rounded) <= _FARTHEST]
+            self._nearest[rounded] = min(near, key=lambda each: distance(each, rounded), default=None)
+        found = self._nearest[rounded]
+        return None if found is None else (found, table[found])
 
     def table(self, device: torch.device) -> Mapping[ShapeT, Measured]:
         """Returns all classes that were measured on a device, now or by an earlier process."""
@@ -167,23 +167,16 @@ class KernelMeasurements(Generic[ShapeT, KernelT]):
                     self._loaded.update(table)
         return self._tables[device]
 
-    def _measure(self, shape: ShapeT) -> None:
-        begin = time.perf_counter()
-        with self._lock:
-            table = self._tables[shape.device]
-            new = {each: self._compare(each) for each in shape.measured_with() if each not in table}
-            self._take(shape.device, new)
-        if (spent := _spent.get()) is not None:
-            spent.seconds += time.perf_counter() - begin
-
     def compare(self, shape: ShapeT) -> None:
         """Measures a class and those measured with it; other threads may choose kernels."""
-        table = self._table(shape.device)
-        for each in shape.measured_with():
-            if each not in table:
-                found = self._compare(each)
-                with self._lock:
-                    self._take(shape.device, {each: found})
+        device = shape.device
+        table = self._table(device)
+        new = {each: self._compare(each) for each in shape.measured_with() if each not in table}
+        self.add(device, new)
+        if self._store is not None:
+            found = {each: measured for each, measured in new.items() if measured.microseconds}
+            with self._lock:
+                self._store(device).add_to_table(found, self.shape, self._names, device)
 
     def compare_unawaited(self, shape: ShapeT) -> None:
         """Compares the kernels of captured classes that wait for no other process, for `compare` to reuse."""
@@ -199,42 +192,23 @@ class KernelMeasurements(Generic[ShapeT, KernelT]):
                 except torch.OutOfMemoryError:
                     logger.warning(_LACKS_MEMORY, each)
 
-    def _take(self, device: torch.device, new: Mapping[ShapeT, Measured]) -> None:
-        """Adds measurements to the table and the store. The caller holds the lock."""
-        self._tables[device].update(new)
-        self._nearest.clear()
-        self.version += 1
-        if self._store is not None:
-            found = {each: measured for each, measured in new.items() if measured.microseconds}
-            self._store(device).add_to_table(found, self.shape, self._names, device)
-
     def _to_compare(self, shape: ShapeT) -> list[KernelT]:
-        """The candidates; none where there is nothing to choose from."""
+        """The candidates that may be the fastest; none where there is nothing to choose from."""
         candidates = self.candidates(shape)
         if len(candidates) < 2 or candidates[0].is_last_resort:
             return []
-        beaten = self._beaten(shape, candidates)
-        return [kernel for kernel in candidates if kernel.name not in beaten]
-
-    def _neighbors(self, shape: ShapeT) -> list[ShapeT]:
-        """Measured classes of one kind with this, the nearest first."""
-        kind, table = (shape.dtype, shape.kind()), self._table(shape.device)
-        others = [o for o, found in table.items() if found.microseconds and (o.dtype, o.kind()) == kind]
-        return sorted(others, key=lambda other: distance(other, shape))
-
-    def _beaten(self, shape: ShapeT, candidates: Sequence[KernelT]) -> dict[str, str]:
-        """The candidates that a class nearby shows not to be the fastest, and why; never the first."""
-        table, beaten = self._table(shape.device), dict[str, str]()
-        later = {kernel.name for kernel in candidates[1:]}
-        for other in self._neighbors(shape):
+        table, beaten = self._table(shape.device), set[str]()
+        for other in self._of_its_kind(shape):
             times = table[other].microseconds
             # Of two kernels, one may take as long as there and the other longer by all that there is more.
             limit = min(times.values()) * _BEATEN * 2.0 ** distance(other, shape)
-            for name, taken in times.items():
-                if taken > limit and name in later:
-                    factor = taken / min(times.values())
-                    beaten.setdefault(name, f"{factor:.1f} times as long as the fastest of {other}")
-        return beaten
+            beaten |= {name for name, taken in times.items() if taken > limit}
+        return [candidates[0], *(kernel for kernel in candidates[1:] if kernel.name not in beaten)]
+
+    def _of_its_kind(self, shape: ShapeT) -> list[ShapeT]:
+        """Measured classes of one kind with this."""
+        kind, table = (shape.dtype, shape.kind()), self.table(shape.device)
+        return [o for o, found in table.items() if found.microseconds and (o.dtype, o.kind()) == kind]
 
     def _compare(self, shape: ShapeT) -> Measured:
         candidates = self._to_compare(shape)
@@ -245,8 +219,9 @@ class KernelMeasurements(Generic[ShapeT, KernelT]):
         except torch.OutOfMemoryError:
             logger.warning(_LACKS_MEMORY, shape)
             return Measured()
-        for name, reason in self._beaten(shape, self.candidates(shape)).items():
-            measured.rejected.setdefault(name, f"not compared: {reason}")
+        for kernel in self.candidates(shape):
+            if kernel not in candidates:
+                measured.rejected[kernel.name] = "far behind in a class nearby"
         logger.info("%s, %s: microseconds %s", shape.operation, shape, measured.microseconds)
         if measured.rejected:
             logger.info("%s, %s: not chosen: %s", shape.operation, shape, measured.rejected)
@@ -275,7 +250,7 @@ class Chooser(Generic[ShapeT, KernelT]):
         """Returns the kernel of the call with the key `call`; `shape` makes its shape."""
         if _unmeasured.get() is not None:
             return self._ready(shape())
-        call = (*call, is_measuring())  # what was chosen without measuring does not count inside
+        call = (*call, _measuring.get() is None)  # what was chosen without measuring does not count inside
         if self._known_version != self.measurements.version or len(self.by_call) >= MOST_CALLS:
             self.by_call.clear()
             self._known_version = self.measurements.version

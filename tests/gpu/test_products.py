@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fxsplit_encoder.cli.inspection import class_rows
-from fxsplit_encoder.kernels.choice import KernelMeasurements, choosing, measuring
+from fxsplit_encoder.kernels.choice import KernelMeasurements, choosing, kept, measuring
 from fxsplit_encoder.kernels.kernel import works
 from fxsplit_encoder.kernels.products.measured import (
     ACTIVATIONS,
@@ -103,7 +104,7 @@ def kernels_of(call: Callable[[], object]) -> list[str]:
 @pytest.mark.alone
 def test_measuring_finds_times_of_all_that_are_there_and_keeps_them(tmp_path: Path) -> None:
     def measurements() -> KernelMeasurements[ProductShape, ProductKernel]:
-        return KernelMeasurements(ProductShape, KERNELS, ProductMeter()).keep(tmp_path)
+        return KernelMeasurements(ProductShape, KERNELS, ProductMeter(), partial(kept, directory=tmp_path))
 
     first = measurements()
     each = example(3136, 4352, 1152, (True, "gelu"))

@@ -30,7 +30,7 @@ from fxsplit_encoder.kernels.attention.flash_attn import (
     VllmFlashAttention,
     WholeWaves,
 )
-from fxsplit_encoder.kernels.choice import Chooser, KernelMeasurements
+from fxsplit_encoder.kernels.choice import Chooser, KernelMeasurements, kept
 from fxsplit_encoder.kernels.kernel import works
 from fxsplit_encoder.kernels.meter import Example, Meter, poison_memory
 from fxsplit_encoder.kernels.store import KernelStore
@@ -54,7 +54,7 @@ KERNELS: tuple[AttentionKernel, ...] = (
     DenseFlashAttention4(),
     DenseFlashAttention4((128, 128), up_to=_MEDIUM, probabilities_in_registers=True),
     VllmFlashAttention(),
-    TritonVarlen(64, 64, num_warps=4),
+    TritonVarlen(),
     BatchedDense(),
     PerSegment(),
     Masked(),
@@ -229,7 +229,7 @@ class Measurements(KernelMeasurements[AttentionShape, AttentionKernel]):
         return shape.rounded(own_tokens=own_tokens)
 
 
-MEASUREMENTS = Measurements().keep()
+MEASUREMENTS = Measurements(store=kept)
 
 
 class KernelChooser(Chooser[AttentionShape, AttentionKernel]):

@@ -20,9 +20,8 @@ from torch import Tensor, fx
 
 from fxsplit_encoder._torch.device import on_device
 from fxsplit_encoder._torch.dispatch import addmm_activation, define_op
-from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.kernels import compile_jobs
-from fxsplit_encoder.kernels.choice import Chooser, KernelMeasurements
+from fxsplit_encoder.kernels.choice import Chooser, KernelMeasurements, kept
 from fxsplit_encoder.kernels.kernel import CallShape, CudaKernel, Kernel, find
 from fxsplit_encoder.kernels.meter import MOST_CALLS_TIMED, Example, Meter, poison_memory
 from fxsplit_encoder.kernels.store import package_version
@@ -261,7 +260,7 @@ def num_copies(weight: Tensor) -> int:
 
 Measurements = KernelMeasurements[ProductShape, ProductKernel]
 
-MEASUREMENTS: Measurements = KernelMeasurements(ProductShape, KERNELS, ProductMeter()).keep()
+MEASUREMENTS: Measurements = KernelMeasurements(ProductShape, KERNELS, ProductMeter(), kept)
 
 
 class ProductChooser(Chooser[ProductShape, ProductKernel]):
@@ -292,8 +291,7 @@ current_product_chooser: Callable[[], ProductChooser] = ProductChooser.current.g
 
 
 def multiply(rows_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, activation: str) -> Tensor:
-    """`activation(rows @ weight.T + bias)`; InputError for sizes that do not fit or another activation."""
-    _check(rows_MK, weight_NK, bias_N, activation)
+    """Computes `activation(rows @ weight.T + bias)`; `activation` is one of `ACTIVATIONS`."""
     rows = rows_MK if rows_MK.stride(1) == 1 else rows_MK.contiguous()
     weight = weight_NK.contiguous()
     with on_device(rows.device):
@@ -301,26 +299,7 @@ def multiply(rows_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, activati
         return kernel(rows, weight, bias_N, activation)
 
 
-def _check(rows: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> None:
-    if activation not in ACTIVATIONS:
-        raise InputError(
-            f"fxsplit::linear: activation: expected one of {', '.join(ACTIVATIONS)}, got {activation!r}"
-        )
-    if rows.dim() != 2 or weight.dim() != 2 or rows.shape[1] != weight.shape[1]:
-        raise InputError(
-            "fxsplit::linear: expected rows (M, K) and weight (N, K), got "
-            f"{tuple(rows.shape)} and {tuple(weight.shape)}; flatten what comes before the features"
-        )
-    if activation == "swiglu" and weight.shape[0] % 2:
-        raise InputError(
-            f"fxsplit::linear: swiglu: expected an even number of rows of the weight, got {weight.shape[0]}"
-        )
-    if bias is not None and tuple(bias.shape) != (weight.shape[0],):
-        raise InputError(f"fxsplit::linear: bias: expected ({weight.shape[0]},), got {tuple(bias.shape)}")
-
-
 def _fake(rows: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
-    _check(rows, weight, bias, activation)
     return rows.new_empty(rows.shape[0], features_after(activation, weight.shape[0]))
 
 

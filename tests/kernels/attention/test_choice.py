@@ -165,10 +165,7 @@ def test_what_a_class_nearby_shows_to_be_beaten_is_not_compared() -> None:
         256: ("base", "close", "far"),  # too far from where that was seen
     }
     found = chooser.measurements.table(CUDA)[shape(2048)]
-    assert found.rejected == {
-        "far": "not compared: 6.1 times as long as the fastest of "
-        "bfloat16 16x72, tokens 4096, longest 4096, segments 1, captured"
-    }
+    assert found.rejected == {"far": "far behind in a class nearby"}
     assert far not in chooser.ranking(shape(2048))
     chooser, meter = make(BASE, FAST, base=100.0, fast=1.0)  # the first candidate is always compared
     with measuring():
