@@ -34,8 +34,6 @@ _BEATEN = 1.5
 # How far the numbers of a measured class may be from a call, as the sum of the logarithms of their ratios.
 _FARTHEST = 3.0
 
-_LACKS_MEMORY = "not enough memory to compare kernels for %s"
-
 # Distinct calls whose kernel is remembered.
 MOST_CALLS = 4096
 
@@ -110,8 +108,8 @@ class KernelMeasurements(Generic[ShapeT, KernelT]):
         """Returns the class of calls that share a kernel with this one."""
         return shape.rounded()
 
-    def find(self, shape: ShapeT) -> tuple[ShapeT, Measured] | None:
-        """Returns the class of this shape, or the nearest that was measured, with its measurement."""
+    def find(self, shape: ShapeT) -> Measured | None:
+        """Returns the measurement of a shape's class, or of the nearest class that was measured."""
         rounded = self.class_of(shape)
         table = self._table(shape.device)
         if rounded in self._loaded and self._may_measure(shape):
@@ -128,14 +126,14 @@ class KernelMeasurements(Generic[ShapeT, KernelT]):
             elif (unmeasured := _unmeasured.get()) is not None:
                 unmeasured[self, rounded] = None
         if rounded in table:
-            return rounded, table[rounded]
+            return table[rounded]
         if rounded not in self._nearest:
             if len(self._nearest) >= MOST_CALLS:
                 self._nearest.clear()
             near = [each for each in self._of_its_kind(rounded) if distance(each, rounded) <= _FARTHEST]
             self._nearest[rounded] = min(near, key=lambda each: distance(each, rounded), default=None)
-        found = self._nearest[rounded]
-        return None if found is None else (found, table[found])
+        nearest = self._nearest[rounded]
+        return None if nearest is None else table[nearest]
 
     def table(self, device: torch.device) -> Mapping[ShapeT, Measured]:
         """Returns all classes that were measured on a device, now or by an earlier process."""
@@ -181,16 +179,11 @@ class KernelMeasurements(Generic[ShapeT, KernelT]):
     def compare_unawaited(self, shape: ShapeT) -> None:
         """Compares the kernels of captured classes that wait for no other process, for `compare` to reuse."""
         table = self._table(shape.device)
-        with self._lock:
-            for each in shape.measured_with():
-                # What others take of the processors counts in the times of calls that are not captured.
-                candidates = self._to_compare(each) if each.is_captured and each not in table else []
-                if not candidates or candidates[0].is_awaited:  # accuracy is judged by the first
-                    continue
-                try:
-                    self.meter.measure([kernel for kernel in candidates if not kernel.is_awaited], each)
-                except torch.OutOfMemoryError:
-                    logger.warning(_LACKS_MEMORY, each)
+        for each in shape.measured_with():
+            # What others take of the processors counts in the times of calls that are not captured.
+            candidates = self._to_compare(each) if each.is_captured and each not in table else []
+            if candidates and not candidates[0].is_awaited:  # accuracy is judged by the first
+                self._measure([kernel for kernel in candidates if not kernel.is_awaited], each)
 
     def _to_compare(self, shape: ShapeT) -> list[KernelT]:
         """The candidates that may be the fastest; none where there is nothing to choose from."""
@@ -214,18 +207,19 @@ class KernelMeasurements(Generic[ShapeT, KernelT]):
         candidates = self._to_compare(shape)
         if not candidates:
             return Measured()
-        try:
-            measured = self.meter.measure(candidates, shape)
-        except torch.OutOfMemoryError:
-            logger.warning(_LACKS_MEMORY, shape)
-            return Measured()
+        measured = self._measure(candidates, shape)
         for kernel in self.candidates(shape):
             if kernel not in candidates:
                 measured.rejected[kernel.name] = "far behind in a class nearby"
-        logger.info("%s, %s: microseconds %s", shape.operation, shape, measured.microseconds)
-        if measured.rejected:
-            logger.info("%s, %s: not chosen: %s", shape.operation, shape, measured.rejected)
+        logger.info("%s, %s: %s", shape.operation, shape, measured)
         return measured
+
+    def _measure(self, kernels: Sequence[KernelT], shape: ShapeT) -> Measured:
+        try:
+            return self.meter.measure(kernels, shape)
+        except torch.OutOfMemoryError:
+            logger.warning("not enough memory to compare kernels for %s", shape)
+            return Measured()
 
 
 Unmeasured = dict[tuple[KernelMeasurements[Any, Any], Any], None]
@@ -275,7 +269,7 @@ class Chooser(Generic[ShapeT, KernelT]):
         found = self.measurements.find(shape)
         if found is None:
             return tuple(candidates)
-        times, rejected = found[1].microseconds, found[1].rejected
+        times, rejected = found.microseconds, found.rejected
         measured = sorted((k for k in candidates if k.name in times), key=lambda k: times[k.name])
         first = candidates[0]
         if first in measured and times[measured[0].name] > _REQUIRED_GAIN * times[first.name]:

@@ -83,7 +83,7 @@ def _flash_files() -> dict[str, bytes]:
 
 
 def _restore_flash(objects: Mapping[str, bytes]) -> None:
-    if objects and find_spec("flash_attn") is not None and not keep_flash_attention():
+    if objects and find_spec("flash_attn") is not None and keep_flash_attention():
         _write_objects(import_module(FLASH_CACHE).get_cache_path(), objects)
 
 

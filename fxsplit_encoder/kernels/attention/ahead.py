@@ -76,7 +76,7 @@ def _comparing(device: torch.device) -> KernelChooser | None:
     """Returns the chooser if it compares kernels that can be compiled ahead."""
     chooser = current_chooser()
     is_settled = chooser.policy.one_attention_kernel or chooser.pinned_names
-    return None if is_settled or compile_jobs.why_not(device) else chooser
+    return chooser if compile_jobs.is_possible(device) and not is_settled else None
 
 
 def _start(chooser: KernelChooser, heads: Heads, names: Iterable[str], device: torch.device) -> None:

@@ -57,22 +57,18 @@ def done(possible: Path) -> list[str]:
     return sorted(path.name for path in possible.iterdir())
 
 
-def test_every_condition_has_a_reason(possible: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert processes.why_not(HOPPER) == ""
-    assert "GPU" in processes.why_not(torch.device("cpu"))
-    with monkeypatch.context() as other:
-        other.setattr(processes, "capability", lambda device: (10, 0))
-        assert "GPU" in processes.why_not(HOPPER)
-    with monkeypatch.context() as other:
-        other.setattr(os, "cpu_count", lambda: 2)
-        assert processes.why_not(HOPPER) == "fewer than 4 processors"
-    with monkeypatch.context() as other:
-        other.setattr(processes, "package_version", lambda package: None)
-        assert "not installed" in processes.why_not(HOPPER)
-    monkeypatch.setenv(processes.FLASH_SWITCH, "0")
-    assert processes.why_not(HOPPER) == f"{processes.FLASH_SWITCH} is not 1"
-    processes.start(["any"], 72, torch.bfloat16, HOPPER)
-    processes.warm_up(3, HOPPER)
+def test_every_condition_counts(possible: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert processes.is_possible(HOPPER) and not processes.is_possible(torch.device("cpu"))
+    for where, name, value in (
+        (processes, "capability", (10, 0)),
+        (os, "cpu_count", 2),
+        (processes, "package_version", None),
+        (processes, "keep_flash_attention", False),
+    ):
+        with monkeypatch.context() as other:
+            other.setattr(where, name, lambda *_, value=value: value)
+            assert not processes.is_possible(HOPPER)
+            processes.start(["any"], 72, torch.bfloat16, HOPPER)
     assert not processes.is_running()
 
 
@@ -261,7 +257,7 @@ def test_heads_whose_times_are_known_are_left_out(begun: Begun, monkeypatch: pyt
         ahead.warm_up(CUDA)
         ahead.compile_ahead([node(varlen_attention, 72), node(varlen_attention, 80)], CUDA)
     assert not begun  # this device is none that it works on
-    monkeypatch.setattr(processes, "why_not", lambda device: "")
+    monkeypatch.setattr(processes, "is_possible", lambda device: True)
     with choosing(KernelChooser(measurements=fakes)):
         ahead.warm_up(CUDA)
         ahead.compile_ahead([node(varlen_attention, 72), node(varlen_attention, 80)], CUDA)
