@@ -300,7 +300,9 @@ def multiply(rows_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, activati
 
 
 def _fake(rows: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
-    return rows.new_empty(rows.shape[0], features_after(activation, weight.shape[0]))
+    matrix = weight.t()
+    product = rows.mm(matrix) if bias is None else torch.addmm(bias, rows, matrix)  # checks the sizes
+    return rows.new_empty(product.shape[0], features_after(activation, product.shape[1]))
 
 
 linear = define_op(
