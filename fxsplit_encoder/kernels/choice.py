@@ -11,9 +11,9 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextvars import ContextVar, Token
+from contextvars import ContextVar
 from pathlib import Path
-from typing import Any, ClassVar, Generic
+from typing import Any, Generic
 
 import torch
 
@@ -229,8 +229,6 @@ Unmeasured = dict[tuple[KernelMeasurements[Any, Any], Any], None]
 class Chooser(Generic[ShapeT, KernelT]):
     """Chooses the kernel of every call: the fastest that was measured, unless one is `pinned`."""
 
-    current: ClassVar[ContextVar[Any]]
-
     def __init__(self, measurements: KernelMeasurements[ShapeT, KernelT]) -> None:
         self.measurements = measurements
         self.by_call: dict[tuple[object, ...], KernelT] = {}
@@ -277,23 +275,6 @@ class Chooser(Generic[ShapeT, KernelT]):
             measured.insert(0, first)
         rest = [k for k in candidates if k.name not in times and k.name not in rejected]
         return (*measured, *rest) or tuple(candidates)
-
-
-# Entered for every request: a class takes a third of the time of a generator.
-class choosing:
-    """Makes these choosers current, each for its operation."""
-
-    __slots__ = ("_choosers", "_tokens")
-
-    def __init__(self, *choosers: Chooser[Any, Any]) -> None:
-        self._choosers = choosers
-
-    def __enter__(self) -> None:
-        self._tokens: list[Token[Any]] = [chooser.current.set(chooser) for chooser in self._choosers]
-
-    def __exit__(self, *raised: object) -> None:
-        for chooser, token in zip(self._choosers, self._tokens, strict=True):
-            chooser.current.reset(token)
 
 
 # Of an error in a report.

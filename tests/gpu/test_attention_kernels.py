@@ -22,10 +22,10 @@ from fxsplit_encoder.kernels.attention import (
     dense_attention,
 )
 from fxsplit_encoder.kernels.attention.builtin import TritonVarlen
-from fxsplit_encoder.kernels.attention.chooser import Measurements, shape_of
+from fxsplit_encoder.kernels.attention.chooser import Measurements, choosing, shape_of
 from fxsplit_encoder.kernels.attention.flash_attn import WholeWaves, rows_of_whole_waves
 from fxsplit_encoder.kernels.attention.op import attend
-from fxsplit_encoder.kernels.choice import choosing, kept, measuring
+from fxsplit_encoder.kernels.choice import kept, measuring
 from fxsplit_encoder.kernels.kernel import processors, works
 
 from ..kernels.attention.fakes import reference as exact

@@ -10,7 +10,6 @@ import itertools
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -266,8 +265,6 @@ MEASUREMENTS: Measurements = KernelMeasurements(ProductShape, KERNELS, ProductMe
 class ProductChooser(Chooser[ProductShape, ProductKernel]):
     """Chooses the kernel of each linear layer: the fastest that was measured."""
 
-    current: ClassVar[ContextVar[ProductChooser]]
-
     def __init__(self, measurements: Measurements = MEASUREMENTS) -> None:
         super().__init__(measurements)
 
@@ -283,11 +280,8 @@ def shape_of(rows: Tensor, weight: Tensor, bias: Tensor | None, activation: str)
     return ProductShape(rows.device, rows.dtype, *sizes, bias is not None, activation)
 
 
-_of_process = ProductChooser()
-ProductChooser.current = ContextVar("fxsplit_encoder_products", default=_of_process)
-
-current_product_chooser: Callable[[], ProductChooser] = ProductChooser.current.get
-"""The chooser of the enclosing `choosing`, or the process's own."""
+CHOOSER = ProductChooser()
+"""Of the process: no setting says which kernel computes a layer."""
 
 
 def multiply(rows_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, activation: str) -> Tensor:
@@ -295,7 +289,7 @@ def multiply(rows_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, activati
     rows = rows_MK if rows_MK.stride(1) == 1 else rows_MK.contiguous()
     weight = weight_NK.contiguous()
     with on_device(rows.device):
-        kernel = current_product_chooser().of(rows, weight, bias_N, activation)
+        kernel = CHOOSER.of(rows, weight, bias_N, activation)
         return kernel(rows, weight, bias_N, activation)
 
 
@@ -314,10 +308,9 @@ linear = define_op(
 
 def compile_ahead(nodes: Iterable[fx.Node], device: torch.device) -> None:
     """Starts to compile the kernels to compare for the layers among nodes, unless they were measured."""
-    chooser = current_product_chooser()
     if device.type != "cuda" or not has_fused_activations(torch.cuda.get_device_capability(device)):
         return
-    table = chooser.measurements.table(device)
+    table = CHOOSER.measurements.table(device)
     known = {(shape.activation, shape.dtype) for shape, found in table.items() if found.microseconds}
     asked: dict[tuple[str, torch.dtype], None] = {}
     for node in nodes:
@@ -327,5 +320,5 @@ def compile_ahead(nodes: Iterable[fx.Node], device: torch.device) -> None:
     for activation, dtype in asked:
         if (activation, dtype) not in known:
             compile_jobs.name_quack_directory()
-            names = (k.name for k in chooser.measurements.kernels if isinstance(k, Quack))
+            names = (k.name for k in CHOOSER.measurements.kernels if isinstance(k, Quack))
             compile_jobs.start(names, activation, dtype, device)

@@ -23,8 +23,8 @@ from fxsplit_encoder.kernels.attention import (
     flash_attn,
     varlen_attention,
 )
-from fxsplit_encoder.kernels.attention.chooser import Measurements
-from fxsplit_encoder.kernels.choice import choosing, measuring
+from fxsplit_encoder.kernels.attention.chooser import Measurements, choosing
+from fxsplit_encoder.kernels.choice import measuring
 from fxsplit_encoder.planning.plan import InvariantPolicy
 
 from .fakes import CUDA, FakeMeter, cumulative, fused_qkv, shape

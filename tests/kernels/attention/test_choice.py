@@ -20,12 +20,13 @@ from fxsplit_encoder.kernels import kernel as kernels_base
 from fxsplit_encoder.kernels.attention import KERNELS, AttentionShape, KernelChooser, KnownSegments
 from fxsplit_encoder.kernels.attention.chooser import (
     Measurements,
+    choosing,
     invariant_kernel,
     invariant_names,
     parse_pins,
 )
 from fxsplit_encoder.kernels.attention.op import attend
-from fxsplit_encoder.kernels.choice import choosing, measuring
+from fxsplit_encoder.kernels.choice import measuring
 from fxsplit_encoder.kernels.meter import Measured
 from fxsplit_encoder.kernels.store import KernelStore
 from fxsplit_encoder.planning.plan import InvariantPolicy

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fxsplit_encoder.kernels.attention import KernelChooser, KnownSegments, builtin, op
-from fxsplit_encoder.kernels.attention.chooser import Measurements
+from fxsplit_encoder.kernels.attention.chooser import Measurements, choosing
 from fxsplit_encoder.kernels.attention.op import attend
-from fxsplit_encoder.kernels.choice import choosing, measuring
+from fxsplit_encoder.kernels.choice import measuring
 
 from .fakes import FakeKernel, FakeMeter, cumulative, fused_qkv, reference
 

@@ -15,7 +15,7 @@ from torch import Tensor, fx
 
 from fxsplit_encoder._torch.tensors import FakeTensorMode
 from fxsplit_encoder.kernels import compile_jobs
-from fxsplit_encoder.kernels.choice import KernelMeasurements, choosing
+from fxsplit_encoder.kernels.choice import KernelMeasurements
 from fxsplit_encoder.kernels.meter import Measured
 from fxsplit_encoder.kernels.products import measured
 from fxsplit_encoder.kernels.products.measured import (
@@ -44,6 +44,8 @@ def begun(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[str], str, torch.d
     monkeypatch.setattr(measured, "has_fused_activations", lambda capability: capability == (9, 0))
     monkeypatch.setattr(measured.compile_jobs, "start", start)
     monkeypatch.setattr(compile_jobs, "name_quack_directory", lambda: None)
+    measurements = KernelMeasurements(ProductShape, KERNELS, ProductMeter())
+    monkeypatch.setattr(measured, "CHOOSER", ProductChooser(measurements))
     return log
 
 
@@ -56,24 +58,17 @@ def layer(activation: str, *, bias: bool = True) -> fx.Node:
 
 
 def test_each_activation_is_begun_once(begun: list[Any]) -> None:
-    with choosing(chooser()):
-        measured.compile_ahead([layer("gelu"), layer("gelu"), layer("swiglu")], CUDA)
-        measured.compile_ahead([layer("swiglu", bias=False)], CUDA)
-        measured.compile_ahead([layer("gelu")], torch.device("cpu"))
+    measured.compile_ahead([layer("gelu"), layer("gelu"), layer("swiglu")], CUDA)
+    measured.compile_ahead([layer("swiglu", bias=False)], CUDA)
+    measured.compile_ahead([layer("gelu")], torch.device("cpu"))
     assert begun == [(TILES, "gelu", torch.bfloat16), (TILES, "swiglu", torch.bfloat16)]
 
 
 def test_nothing_is_begun_where_earlier_times_choose(begun: list[Any]) -> None:
-    known = chooser()
     shape = ProductShape(CUDA, torch.bfloat16, 512, 16, 16, True, "gelu")
-    known.measurements.add(CUDA, {shape: Measured({"cublas": 1.0})})
-    with choosing(known):
-        measured.compile_ahead([layer("gelu"), layer("gelu_tanh")], CUDA)
+    measured.CHOOSER.measurements.add(CUDA, {shape: Measured({"cublas": 1.0})})
+    measured.compile_ahead([layer("gelu"), layer("gelu_tanh")], CUDA)
     assert [activation for _, activation, _ in begun] == ["gelu_tanh"]
-
-
-def chooser() -> ProductChooser:
-    return ProductChooser(KernelMeasurements(ProductShape, KERNELS, ProductMeter()))
 
 
 def test_a_call_waits_for_what_is_being_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
