@@ -60,7 +60,7 @@ class _Process:
 
 @dataclass(slots=True)
 class _State:
-    lock: threading.Lock = field(default_factory=threading.Lock)
+    lock: threading.RLock = field(default_factory=threading.RLock)
     asked: set[Job] = field(default_factory=set)
     processes: list[_Process] = field(default_factory=list)
 
@@ -139,7 +139,7 @@ def start(names: Iterable[str], variant: Variant, dtype: torch.dtype, device: to
             return
         state.asked.update(jobs)
         try:
-            process = next((e for e in state.processes if not e.jobs and e.child.is_asked), None)
+            process = next((each for each in state.processes if not each.jobs), None)
             if process is None:
                 state.processes.append(process := _launch(device))
             process.jobs += jobs
@@ -169,6 +169,7 @@ def is_running() -> bool:
 def begin_no_more() -> None:
     """Lets the processes end after their jobs; later jobs get other ones."""
     with state.lock:
+        dismiss()
         for each in state.processes:
             each.child.ask_no_more()
 
