@@ -22,7 +22,7 @@ from workloads import Workload
 
 from fxsplit_encoder.cli.ways import REDUCE_OVERHEAD, EagerGraphs, Prepared, compile_forward
 from fxsplit_encoder.kernels.attention import KernelChooser
-from fxsplit_encoder.kernels.choice import choosing
+from fxsplit_encoder.kernels.attention.chooser import choosing
 
 MODES = ("auto", "full", "piecewise", "breakable", "exact", "none")
 

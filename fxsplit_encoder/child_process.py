@@ -71,11 +71,6 @@ class Child:
         """The exit status, minus the number of a signal that ended it; None while it runs."""
         return self._process.poll()
 
-    @property
-    def is_asked(self) -> bool:
-        """Whether its standard input is open."""
-        return self._process.stdin is not None and not self._process.stdin.closed
-
     def ask(self, line: str) -> None:
         """Writes a line to its standard input; OSError if it has ended."""
         assert self._process.stdin is not None

@@ -30,7 +30,7 @@ from workloads import random_grid
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.kernels.attention import KernelChooser, varlen_attention
-from fxsplit_encoder.kernels.choice import choosing
+from fxsplit_encoder.kernels.attention.chooser import choosing
 from fxsplit_encoder.models.random import demo_tower
 
 LIMITS = {"token_budgets": (64, 128, 256), "max_items_per_batch": 16}

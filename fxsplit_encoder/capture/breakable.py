@@ -37,7 +37,7 @@ from fxsplit_encoder.capture.buffers import OwnedBuffers, storage_address, tenso
 from fxsplit_encoder.capture.pool import GraphPool, RecordedOps
 from fxsplit_encoder.compile.options import DENSE_ATTENTION, splitting_targets
 from fxsplit_encoder.errors import CaptureError, ReplayError
-from fxsplit_encoder.kernels.attention import KnownSegments, attend_out, varlen_attention
+from fxsplit_encoder.kernels.attention import KnownSegments, attend, varlen_attention
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -178,7 +178,7 @@ class SegmentedCapture:
             if known is not None:
                 known.attend_out(*real, scale, out)
             else:
-                attend_out(*real, cu_seqlens, max_seqlen, scale, out)
+                attend(*real, cu_seqlens, max_seqlen, scale, out)
             end = rows if known is None else known.boundaries[-1]
             if masked and end is not None:
                 buffers.clear_behind(out, end)

@@ -9,7 +9,6 @@ import fxsplit_encoder as fx
 from fxsplit_encoder.cli.console import capture, say_tower
 from fxsplit_encoder.cli.document import Document
 from fxsplit_encoder.cli.tower import ChosenTower
-from fxsplit_encoder.kernels.compile_jobs import keep_flash_attention
 
 
 def run_build(chosen: ChosenTower, config: fx.EncoderConfig, output: Path, document: Document) -> None:
@@ -20,7 +19,6 @@ def run_build(chosen: ChosenTower, config: fx.EncoderConfig, output: Path, docum
     """
     if not config.enabled:
         raise fx.InputError("--config: enabled: false captures nothing, so there is nothing to save")
-    keep_flash_attention()
     say_tower(document, chosen)
     # What an older file knows is not what this one is to know.
     config = config.replace(start_file=None)

@@ -18,7 +18,7 @@ import fxsplit_encoder as fx
 from fxsplit_encoder.cli.tower import ChosenTower
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.kernels.attention import KernelChooser
-from fxsplit_encoder.kernels.choice import choosing
+from fxsplit_encoder.kernels.attention.chooser import choosing
 from fxsplit_encoder.messages import nearest
 from fxsplit_encoder.models.eager import share_weights
 

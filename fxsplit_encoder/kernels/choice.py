@@ -1,4 +1,4 @@
-"""Choose the kernel of a call: measured for each class of calls at warm-up, or pinned.
+"""Choose the kernel of a call, measured for each class of calls at warm-up.
 
 Kernels are timed inside `measuring()` alone; elsewhere the nearest measured class decides, else torch's own.
 """
@@ -7,24 +7,19 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import operator
-import re
 import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextvars import ContextVar, Token
-from dataclasses import dataclass
+from contextvars import ContextVar
 from pathlib import Path
-from typing import Any, ClassVar, Generic, Self
+from typing import Any, Generic
 
 import torch
 
-from fxsplit_encoder.errors import ConfigError
 from fxsplit_encoder.kernels.kernel import KernelT, ShapeT, distance, works
 from fxsplit_encoder.kernels.meter import Measured, Meter, TimeSpent
 from fxsplit_encoder.kernels.store import KernelStore, describe_host
-from fxsplit_encoder.messages import nearest
 
 logger = logging.getLogger(__name__)
 
@@ -39,29 +34,26 @@ _BEATEN = 1.5
 # How far the numbers of a measured class may be from a call, as the sum of the logarithms of their ratios.
 _FARTHEST = 3.0
 
-_LACKS_MEMORY = "not enough memory to compare kernels for %s"
-
 # Distinct calls whose kernel is remembered.
 MOST_CALLS = 4096
 
-_measuring: ContextVar[bool] = ContextVar("fxsplit_encoder_measuring_kernels", default=False)
-
-is_measuring: Callable[[], bool] = _measuring.get
-"""Whether `measuring` was entered."""
+_measuring: ContextVar[TimeSpent | None] = ContextVar("fxsplit_encoder_measuring_kernels", default=None)
 
 _unmeasured: ContextVar[Unmeasured | None] = ContextVar("fxsplit_encoder_unmeasured_kernels", default=None)
 
-_spent: ContextVar[TimeSpent | None] = ContextVar("fxsplit_encoder_spent_measuring", default=None)
+
+def is_measuring() -> bool:
+    """Whether `measuring` was entered."""
+    return _measuring.get() is not None
 
 
 @contextlib.contextmanager
 def measuring(spent: TimeSpent | None = None) -> Iterator[None]:
     """Measures classes of calls that are met for the first time, and adds the time to `spent`."""
-    token, token_of_spent = _measuring.set(True), _spent.set(spent)
+    token = _measuring.set(TimeSpent() if spent is None else spent)
     try:
         yield
     finally:
-        _spent.reset(token_of_spent)
         _measuring.reset(token)
 
 
@@ -73,6 +65,11 @@ def collecting(found: Unmeasured) -> Iterator[None]:
         yield
     finally:
         _unmeasured.reset(token)
+
+
+def kept(device: torch.device, directory: Path | None = None) -> KernelStore:
+    """Returns the store of what is measured in a device's environment."""
+    return KernelStore("measured", describe_host(device), directory)
 
 
 class KernelMeasurements(Generic[ShapeT, KernelT]):
@@ -97,11 +94,6 @@ class KernelMeasurements(Generic[ShapeT, KernelT]):
         self.version = 0
         """Grows with every measurement, so that remembered choices are made again."""
 
-    def keep(self, directory: Path | None = None) -> Self:
-        """Writes measurements to the store of each device's environment; returns itself."""
-        self._store = lambda device: KernelStore("measured", describe_host(device), directory)
-        return self
-
     def keep_nothing_new(self, device: torch.device) -> None:
         """Loads the store of a device; later measurements are not written."""
         self._table(device)
@@ -116,31 +108,32 @@ class KernelMeasurements(Generic[ShapeT, KernelT]):
         """Returns the class of calls that share a kernel with this one."""
         return shape.rounded()
 
-    def find(self, shape: ShapeT) -> tuple[ShapeT, Measured] | None:
-        """Returns the class of this shape, or the nearest that was measured, with its measurement."""
+    def find(self, shape: ShapeT) -> Measured | None:
+        """Returns the measurement of a shape's class, or of the nearest class that was measured."""
         rounded = self.class_of(shape)
         table = self._table(shape.device)
         if rounded in self._loaded and self._may_measure(shape):
             self._loaded.discard(rounded)
+            known = {*table[rounded].microseconds, *table[rounded].rejected}
             # A package may have been missing, or a kernel have failed.
-            if not table[rounded].covers(self.candidates(rounded)):
+            if any(kernel.name not in known for kernel in self.candidates(rounded)):
                 del table[rounded]
         if rounded not in table and self._may_measure(shape):
-            if is_measuring():
-                self._measure(rounded)
+            if (spent := _measuring.get()) is not None:
+                begin = time.perf_counter()
+                self.compare(rounded)
+                spent.seconds += time.perf_counter() - begin
             elif (unmeasured := _unmeasured.get()) is not None:
                 unmeasured[self, rounded] = None
         if rounded in table:
-            return rounded, table[rounded]
+            return table[rounded]
         if rounded not in self._nearest:
             if len(self._nearest) >= MOST_CALLS:
                 self._nearest.clear()
-            nearest = next(iter(self._neighbors(rounded)), None)
-            if nearest is not None and distance(nearest, rounded) > _FARTHEST:
-                nearest = None
-            self._nearest[rounded] = nearest
-        known = self._nearest[rounded]
-        return None if known is None else (known, table[known])
+            near = [each for each in self._of_its_kind(rounded) if distance(each, rounded) <= _FARTHEST]
+            self._nearest[rounded] = min(near, key=lambda each: distance(each, rounded), default=None)
+        nearest = self._nearest[rounded]
+        return None if nearest is None else table[nearest]
 
     def table(self, device: torch.device) -> Mapping[ShapeT, Measured]:
         """Returns all classes that were measured on a device, now or by an earlier process."""
@@ -172,90 +165,61 @@ class KernelMeasurements(Generic[ShapeT, KernelT]):
                     self._loaded.update(table)
         return self._tables[device]
 
-    def _measure(self, shape: ShapeT) -> None:
-        begin = time.perf_counter()
-        with self._lock:
-            table = self._tables[shape.device]
-            new = {each: self._compare(each) for each in shape.measured_with() if each not in table}
-            self._take(shape.device, new)
-        if (spent := _spent.get()) is not None:
-            spent.seconds += time.perf_counter() - begin
-
     def compare(self, shape: ShapeT) -> None:
         """Measures a class and those measured with it; other threads may choose kernels."""
-        table = self._table(shape.device)
-        for each in shape.measured_with():
-            if each not in table:
-                found = self._compare(each)
-                with self._lock:
-                    self._take(shape.device, {each: found})
+        device = shape.device
+        table = self._table(device)
+        new = {each: self._compare(each) for each in shape.measured_with() if each not in table}
+        self.add(device, new)
+        if self._store is not None:
+            found = {each: measured for each, measured in new.items() if measured.microseconds}
+            with self._lock:
+                self._store(device).add_to_table(found, self.shape, self._names, device)
 
     def compare_unawaited(self, shape: ShapeT) -> None:
         """Compares the kernels of captured classes that wait for no other process, for `compare` to reuse."""
         table = self._table(shape.device)
-        with self._lock:
-            for each in shape.measured_with():
-                # What others take of the processors counts in the times of calls that are not captured.
-                candidates = self._to_compare(each) if each.is_captured and each not in table else []
-                if not candidates or candidates[0].is_awaited:  # accuracy is judged by the first
-                    continue
-                try:
-                    self.meter.measure([kernel for kernel in candidates if not kernel.is_awaited], each)
-                except torch.OutOfMemoryError:
-                    logger.warning(_LACKS_MEMORY, each)
-
-    def _take(self, device: torch.device, new: Mapping[ShapeT, Measured]) -> None:
-        """Adds measurements to the table and the store. The caller holds the lock."""
-        self._tables[device].update(new)
-        self._nearest.clear()
-        self.version += 1
-        if self._store is not None:
-            found = {each: measured for each, measured in new.items() if measured.microseconds}
-            self._store(device).add_to_table(found, self.shape, self._names, device)
+        for each in shape.measured_with():
+            # What others take of the processors counts in the times of calls that are not captured.
+            candidates = self._to_compare(each) if each.is_captured and each not in table else []
+            if candidates and not candidates[0].is_awaited:  # accuracy is judged by the first
+                self._measure([kernel for kernel in candidates if not kernel.is_awaited], each)
 
     def _to_compare(self, shape: ShapeT) -> list[KernelT]:
-        """The candidates; none where there is nothing to choose from."""
+        """The candidates that may be the fastest; none where there is nothing to choose from."""
         candidates = self.candidates(shape)
         if len(candidates) < 2 or candidates[0].is_last_resort:
             return []
-        beaten = self._beaten(shape, candidates)
-        return [kernel for kernel in candidates if kernel.name not in beaten]
-
-    def _neighbors(self, shape: ShapeT) -> list[ShapeT]:
-        """Measured classes of one kind with this, the nearest first."""
-        kind, table = (shape.dtype, shape.kind()), self._table(shape.device)
-        others = [o for o, found in table.items() if found.microseconds and (o.dtype, o.kind()) == kind]
-        return sorted(others, key=lambda other: distance(other, shape))
-
-    def _beaten(self, shape: ShapeT, candidates: Sequence[KernelT]) -> dict[str, str]:
-        """The candidates that a class nearby shows not to be the fastest, and why; never the first."""
-        table, beaten = self._table(shape.device), dict[str, str]()
-        later = {kernel.name for kernel in candidates[1:]}
-        for other in self._neighbors(shape):
+        table, beaten = self._table(shape.device), set[str]()
+        for other in self._of_its_kind(shape):
             times = table[other].microseconds
             # Of two kernels, one may take as long as there and the other longer by all that there is more.
             limit = min(times.values()) * _BEATEN * 2.0 ** distance(other, shape)
-            for name, taken in times.items():
-                if taken > limit and name in later:
-                    factor = taken / min(times.values())
-                    beaten.setdefault(name, f"{factor:.1f} times as long as the fastest of {other}")
-        return beaten
+            beaten |= {name for name, taken in times.items() if taken > limit}
+        return [candidates[0], *(kernel for kernel in candidates[1:] if kernel.name not in beaten)]
+
+    def _of_its_kind(self, shape: ShapeT) -> list[ShapeT]:
+        """Measured classes of one kind with this."""
+        kind, table = (shape.dtype, shape.kind()), self.table(shape.device)
+        return [o for o, found in table.items() if found.microseconds and (o.dtype, o.kind()) == kind]
 
     def _compare(self, shape: ShapeT) -> Measured:
         candidates = self._to_compare(shape)
         if not candidates:
             return Measured()
-        try:
-            measured = self.meter.measure(candidates, shape)
-        except torch.OutOfMemoryError:
-            logger.warning(_LACKS_MEMORY, shape)
-            return Measured()
-        for name, reason in self._beaten(shape, self.candidates(shape)).items():
-            measured.rejected.setdefault(name, f"not compared: {reason}")
-        logger.info("%s, %s: microseconds %s", shape.operation, shape, measured.microseconds)
-        if measured.rejected:
-            logger.info("%s, %s: not chosen: %s", shape.operation, shape, measured.rejected)
+        measured = self._measure(candidates, shape)
+        for kernel in self.candidates(shape):
+            if kernel not in candidates:
+                measured.rejected[kernel.name] = "far behind in a class nearby"
+        logger.info("%s, %s: %s", shape.operation, shape, measured)
         return measured
+
+    def _measure(self, kernels: Sequence[KernelT], shape: ShapeT) -> Measured:
+        try:
+            return self.meter.measure(kernels, shape)
+        except torch.OutOfMemoryError:
+            logger.warning("not enough memory to compare kernels for %s", shape)
+            return Measured()
 
 
 Unmeasured = dict[tuple[KernelMeasurements[Any, Any], Any], None]
@@ -263,37 +227,22 @@ Unmeasured = dict[tuple[KernelMeasurements[Any, Any], Any], None]
 
 
 class Chooser(Generic[ShapeT, KernelT]):
-    """Chooses the kernel of every call: the pinned one, else the fastest that was measured."""
+    """Chooses the kernel of every call: the fastest that was measured, unless one is `pinned`."""
 
-    current: ClassVar[ContextVar[Any]]
-
-    def __init__(
-        self, pins: Sequence[Pin[ShapeT]], measurements: KernelMeasurements[ShapeT, KernelT]
-    ) -> None:
-        self.pins = tuple(pins)
+    def __init__(self, measurements: KernelMeasurements[ShapeT, KernelT]) -> None:
         self.measurements = measurements
-        self._operation = measurements.shape.operation
         self.by_call: dict[tuple[object, ...], KernelT] = {}
         self._known_version = 0
-        self._warned: set[str] = set()
 
-    def check(self, device: torch.device) -> None:
-        """Checks that every pinned kernel works on a device; ConfigError says which does not, and why."""
-        kernels = {kernel.name: kernel for kernel in self.measurements.kernels}
-        pinned = {pin.kernel for pin in self.pins} - {AUTO}
-        problems = [
-            f"{self._operation}: {name} cannot run on {device}: {reason}"
-            for name in sorted(pinned)
-            if (reason := kernels[name].unavailable_reason(device)) is not None
-        ]
-        if problems:
-            raise ConfigError(*problems)
+    def pinned(self, shape: ShapeT) -> KernelT | None:
+        """Returns the kernel that the user wants for a shape, if there is one and it computes this shape."""
+        return None
 
     def remembered(self, call: tuple[object, ...], shape: Callable[[], ShapeT]) -> KernelT:
         """Returns the kernel of the call with the key `call`; `shape` makes its shape."""
         if _unmeasured.get() is not None:
             return self._ready(shape())
-        call = (*call, is_measuring())  # what was chosen without measuring does not count inside
+        call = (*call, _measuring.get() is None)  # what was chosen without measuring does not count inside
         if self._known_version != self.measurements.version or len(self.by_call) >= MOST_CALLS:
             self.by_call.clear()
             self._known_version = self.measurements.version
@@ -318,7 +267,7 @@ class Chooser(Generic[ShapeT, KernelT]):
         found = self.measurements.find(shape)
         if found is None:
             return tuple(candidates)
-        times, rejected = found[1].microseconds, found[1].rejected
+        times, rejected = found.microseconds, found.rejected
         measured = sorted((k for k in candidates if k.name in times), key=lambda k: times[k.name])
         first = candidates[0]
         if first in measured and times[measured[0].name] > _REQUIRED_GAIN * times[first.name]:
@@ -326,105 +275,6 @@ class Chooser(Generic[ShapeT, KernelT]):
             measured.insert(0, first)
         rest = [k for k in candidates if k.name not in times and k.name not in rejected]
         return (*measured, *rest) or tuple(candidates)
-
-    def pinned(self, shape: ShapeT) -> KernelT | None:
-        """Returns the kernel that is pinned for a shape, if one is and it computes this shape."""
-        name = next((pin.kernel for pin in self.pins if pin.holds(shape)), AUTO)
-        kernel = next((kernel for kernel in self.measurements.kernels if kernel.name == name), None)
-        if kernel is None or works(kernel, shape):
-            return kernel
-        if name not in self._warned:
-            self._warned.add(name)
-            logger.warning(
-                "%s: %s is pinned but does not compute %s; another kernel does", self._operation, name, shape
-            )
-        return None
-
-
-# Entered for every request: a class takes a third of the time of a generator.
-class choosing:
-    """Makes these choosers current, each for its operation."""
-
-    __slots__ = ("_choosers", "_tokens")
-
-    def __init__(self, *choosers: Chooser[Any, Any]) -> None:
-        self._choosers = choosers
-
-    def __enter__(self) -> None:
-        self._tokens: list[Token[Any]] = [chooser.current.set(chooser) for chooser in self._choosers]
-
-    def __exit__(self, *raised: object) -> None:
-        for chooser, token in zip(self._choosers, self._tokens, strict=True):
-            chooser.current.reset(token)
-
-
-# --- what users pin
-
-AUTO = "auto"
-
-Condition = Callable[[Any], bool]
-
-_OPERATORS = {"<=": operator.le, ">=": operator.ge, "<": operator.lt, ">": operator.gt, "=": operator.eq}
-_COMPARISON = re.compile(r"(\w+)\s*(<=|>=|<|>|=)\s*(\d+)")
-
-
-@dataclass(frozen=True, slots=True)
-class Pin(Generic[ShapeT]):
-    """A kernel's name, or `auto`, for the calls that fulfil every condition."""
-
-    conditions: tuple[Condition, ...]
-    kernel: str
-
-    def holds(self, shape: ShapeT) -> bool:
-        """Whether the call fulfils every condition."""
-        return all(condition(shape) for condition in self.conditions)
-
-
-@dataclass(frozen=True)
-class PinGrammar(Generic[ShapeT]):
-    """Grammar of one operation's setting."""
-
-    setting: str
-    kernels: tuple[str, ...]
-    words: Mapping[str, Callable[[ShapeT], bool]]
-    numbers: tuple[str, ...]
-
-    def parse(self, value: str | Mapping[str, str]) -> tuple[Pin[ShapeT], ...]:
-        """The pins of a setting, the first of which that holds counts; ConfigError names unknown words."""
-        if isinstance(value, str):
-            value = {"": value}
-        problems: list[str] = []
-        pins: list[Pin[ShapeT]] = []
-        for key, kernel in value.items():
-            where = f"{self.setting}.{key}" if key else self.setting
-            if kernel != AUTO and kernel not in self.kernels:
-                problems.append(f"{where}: {_unknown(str(kernel), (AUTO, *self.kernels))}")
-            conditions: list[Condition] = []
-            for text in filter(None, (part.strip() for part in key.split(","))):
-                condition = self._condition(text)
-                if condition is None:
-                    known = (*self.words, *(f"{name}<=N" for name in self.numbers))
-                    problems.append(f"{where}: {_unknown(text, known)}")
-                else:
-                    conditions.append(condition)
-            pins.append(Pin(tuple(conditions), kernel))
-        if problems:
-            raise ConfigError(*problems)
-        return tuple(pins)
-
-    def _condition(self, text: str) -> Condition | None:
-        comparison = _COMPARISON.fullmatch(text)
-        if comparison is None:
-            return self.words.get(text)
-        name, sign, number = comparison.groups()
-        if name not in self.numbers:
-            return None
-        compare, bound = _OPERATORS[sign], int(number)
-        return lambda shape: bool(compare(getattr(shape, name), bound))
-
-
-def _unknown(name: str, allowed: Sequence[str]) -> str:
-    return f"unknown; {nearest(name, allowed)}allowed: {', '.join(allowed)}; got {name!r}"
 
 
 # Of an error in a report.

@@ -60,7 +60,7 @@ class _Process:
 
 @dataclass(slots=True)
 class _State:
-    lock: threading.Lock = field(default_factory=threading.Lock)
+    lock: threading.RLock = field(default_factory=threading.RLock)
     asked: set[Job] = field(default_factory=set)
     processes: list[_Process] = field(default_factory=list)
 
@@ -84,79 +84,69 @@ def package_store(name: str) -> KernelStore:
     return KernelStore(name, {package: package_version(package) for package in _PACKAGES})
 
 
-def keep_flash_attention() -> str:
-    """Switches on the cache of `flash-attn-4` on disk before its import; returns why it stays off, or ""."""
+def keep_flash_attention() -> bool:
+    """Switches on the cache of `flash-attn-4` on disk before its import; returns whether it is on."""
     if (imported := sys.modules.get(FLASH_CACHE)) is not None:
-        is_on = imported.CUTE_DSL_CACHE_ENABLED
-        return "" if is_on else "flash-attn-4 was imported before with its cache off"
+        return bool(imported.CUTE_DSL_CACHE_ENABLED)
     if FLASH_SWITCH in os.environ:
-        return "" if os.environ[FLASH_SWITCH] == "1" else f"{FLASH_SWITCH} is not 1"
+        return os.environ[FLASH_SWITCH] == "1"
     if find_spec("flash_attn") is None:
-        return "flash-attn-4 is not installed"
+        return False
     if FLASH_DIRECTORY not in os.environ:
         store = package_store("flash_attn_4")
-        if problem := store.problem:
-            return f"{store.directory}: {problem}"
+        if not store.takes_locks:
+            return False
         os.environ[FLASH_DIRECTORY] = str(store.directory)
     os.environ[FLASH_SWITCH] = "1"
-    return ""
+    return True
 
 
 def name_quack_directory() -> None:
     """Names a directory for QuACK's cache, if it was not imported before and the user named none."""
     if QUACK_DIRECTORY not in os.environ and QUACK_CACHE not in sys.modules:
         store = package_store("quack")
-        if not store.problem:
+        if store.takes_locks:
             os.environ[QUACK_DIRECTORY] = str(store.directory)
 
 
 # --- the processes
 
 
-def why_not(device: torch.device) -> str:
-    """Why nothing is compiled ahead for a device, or ""."""
-    if device.type != "cuda" or capability(device) not in _TARGETS:
-        return "no GPU for which the package's compiler is known to need no device"
-    if (os.cpu_count() or 1) < _FEWEST_PROCESSORS:
-        return f"fewer than {_FEWEST_PROCESSORS} processors"
-    if package_version("flash-attn-4") is None:
-        return "flash-attn-4 is not installed"
-    return keep_flash_attention()
+def is_possible(device: torch.device) -> bool:
+    """Whether kernels are compiled ahead for a device: the package's compiler must need none for it."""
+    return (
+        device.type == "cuda"
+        and capability(device) in _TARGETS
+        and (os.cpu_count() or 1) >= _FEWEST_PROCESSORS
+        and package_version("flash-attn-4") is not None
+        and keep_flash_attention()
+    )
 
 
 def warm_up(number: int, device: torch.device) -> None:
     """Starts this many processes, which import the package and wait for jobs of `start`."""
-    if why_not(device):
-        return
     with state.lock:
         while len(state.processes) < number:
             state.processes.append(_launch(device))
 
 
-def start(
-    names: Iterable[str], variant: Variant, dtype: torch.dtype, device: torch.device, *, apart: bool = True
-) -> None:
-    """Starts to compile kernels for such heads or products, if `apart` each in a process."""
-    if reason := why_not(device):
-        logger.debug("kernels are compiled when they are called: %s", reason)
-        return
+def start(names: Iterable[str], variant: Variant, dtype: torch.dtype, device: torch.device) -> None:
+    """Starts to compile kernels for such heads or products, one after the other in one process."""
+    kind = str(dtype).removeprefix("torch.")
     with state.lock:
-        process: _Process | None = None
-        for name in names:
-            job = (name, variant, str(dtype).removeprefix("torch."))
-            if job in state.asked:
-                continue
-            state.asked.add(job)
-            try:
-                if apart or process is None:
-                    idle = (e for e in state.processes if not e.jobs and e.child.is_asked)
-                    process = next(idle, None)
-                if process is None:
-                    state.processes.append(process := _launch(device))
-                process.jobs.append(job)
+        jobs = [job for name in names if (job := (name, variant, kind)) not in state.asked]
+        if not jobs or not is_possible(device):
+            return
+        state.asked.update(jobs)
+        try:
+            process = next((each for each in state.processes if not each.jobs), None)
+            if process is None:
+                state.processes.append(process := _launch(device))
+            process.jobs += jobs
+            for job in jobs:
                 process.child.ask(json.dumps(job))
-            except OSError as error:  # no process can be started, or it has ended: it is compiled here
-                logger.warning("not compiled ahead: %s: %s", job, error)
+        except OSError as error:  # no process can be started, or it has ended: they are compiled here
+            logger.warning("not compiled ahead: %s: %s", jobs, error)
 
 
 def _launch(device: torch.device) -> _Process:
@@ -179,6 +169,7 @@ def is_running() -> bool:
 def begin_no_more() -> None:
     """Lets the processes end after their jobs; later jobs get other ones."""
     with state.lock:
+        dismiss()
         for each in state.processes:
             each.child.ask_no_more()
 

@@ -10,6 +10,8 @@ from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+import torch
+
 from fxsplit_encoder.kernels.attention.cudnn_varlen import PLAN_FILES
 from fxsplit_encoder.kernels.compile_jobs import (
     FLASH_CACHE,
@@ -27,40 +29,29 @@ _TRITON_CODE = (
 )
 
 
-def compiled_kernels() -> dict[str, bytes]:
+def compiled_kernels(device: torch.device) -> dict[str, bytes]:
     """The files of the kernels, by the compiler's name and a path; none of a compiler that was not used."""
     groups = {
         "triton": _triton_files(),
         "flash_attn_4": _flash_files(),
-        "cudnn": PLAN_FILES.captured(),
+        "cudnn": PLAN_FILES.captured(device),
         "quack": _quack_files(),
     }
     return {f"{name}/{path}": content for name, files in groups.items() for path, content in files.items()}
 
 
-def restore_kernels(files: Mapping[str, bytes]) -> None:
+def restore_kernels(files: Mapping[str, bytes], device: torch.device) -> None:
     """Writes the files of `compiled_kernels` to the caches; ValueError for another path, before any write."""
     groups: dict[str, dict[str, bytes]] = {"triton": {}, "flash_attn_4": {}, "cudnn": {}, "quack": {}}
     for name, content in files.items():
-        path = PurePosixPath(name)
-        if not _is_expected(path):
+        compiler, _, path = name.partition("/")
+        if compiler not in groups or path.startswith("/") or ".." in PurePosixPath(path).parts:
             raise ValueError(f"{name}: no compiled kernel")
-        groups[path.parts[0]][str(path.relative_to(path.parts[0]))] = content
+        groups[compiler][path] = content
     _restore_quack(groups["quack"])
-    PLAN_FILES.restore(groups["cudnn"])
+    PLAN_FILES.restore(groups["cudnn"], device)
     _restore_triton(groups["triton"])
     _restore_flash(groups["flash_attn_4"])
-
-
-def _is_expected(path: PurePosixPath) -> bool:
-    if path.is_absolute() or ".." in path.parts or len(path.parts) < 2:
-        return False
-    return {
-        "triton": len(path.parts) == 3,
-        "cudnn": len(path.parts) == 2,
-        "flash_attn_4": len(path.parts) >= 3,
-        "quack": path.suffix == ".o",
-    }.get(path.parts[0], False)
 
 
 def _triton_files() -> dict[str, bytes]:
@@ -92,7 +83,7 @@ def _flash_files() -> dict[str, bytes]:
 
 
 def _restore_flash(objects: Mapping[str, bytes]) -> None:
-    if objects and find_spec("flash_attn") is not None and not keep_flash_attention():
+    if objects and find_spec("flash_attn") is not None and keep_flash_attention():
         _write_objects(import_module(FLASH_CACHE).get_cache_path(), objects)
 
 

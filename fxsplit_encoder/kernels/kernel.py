@@ -18,7 +18,7 @@ class CallShape(ABC):
     """One call of an operation; rounded, the class of calls that share a kernel. JSON keeps its fields."""
 
     operation: ClassVar[str]
-    """Also the name of the setting that pins kernels."""
+    """Also the name of the file of its measurements."""
 
     device: torch.device
     dtype: torch.dtype
@@ -52,10 +52,8 @@ class CallShape(ABC):
     @classmethod
     def from_json(cls, values: dict[str, Any], device: torch.device) -> Self:
         """Returns the class with these fields; TypeError, KeyError or AttributeError for others."""
-        own = {
-            field.name: values[field.name] for field in fields(cls) if field.name not in ("device", "dtype")
-        }
-        return cls(device, getattr(torch, values["dtype"]), **own)
+        others = {name: value for name, value in values.items() if name != "dtype"}
+        return cls(device, getattr(torch, values["dtype"]), **others)
 
 
 ShapeT = TypeVar("ShapeT", bound=CallShape)

@@ -18,7 +18,7 @@ from torch import Tensor
 from fxsplit_encoder._torch.allocator import defer_frees, end_failed_capture
 from fxsplit_encoder._torch.device import indexed, wait_on_device
 from fxsplit_encoder._torch.streams import capture_streams
-from fxsplit_encoder.kernels.kernel import CallShape, Kernel, KernelT, ShapeT
+from fxsplit_encoder.kernels.kernel import CallShape, KernelT, ShapeT
 from fxsplit_encoder.pauses import has_turn
 
 logger = logging.getLogger(__name__)
@@ -54,10 +54,6 @@ class Measured:
     """Why the other candidates cannot be chosen."""
     failed: list[str] = field(default_factory=list)
     """Those of them that raised, and not because they do not compute such calls."""
-
-    def covers(self, kernels: Sequence[Kernel[Any]]) -> bool:
-        """Whether each of these kernels has a time, an error, or a reason for having none."""
-        return all(kernel.name in self.microseconds or kernel.name in self.rejected for kernel in kernels)
 
 
 @dataclass(slots=True)

@@ -101,17 +101,17 @@ class KernelStore:
         self.directory = (root or cache_directory()) / kind / digest_of(self.environment)
 
     @property
-    def problem(self) -> str:
-        """Why a package that locks its files may not use the directory, or "". The directory is made."""
+    def takes_locks(self) -> bool:
+        """Whether a package that locks its files may use the directory, which is made."""
         try:
             import fcntl
 
             self._make()
             with tempfile.TemporaryFile(dir=self.directory) as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (OSError, ImportError) as error:
-            return str(error)
-        return ""
+        except (OSError, ImportError):
+            return False
+        return True
 
     def read(self, name: str) -> bytes | None:
         """Returns the content of a file; None: there is none, or it is damaged, which is logged."""

@@ -9,7 +9,6 @@ from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
 from contextvars import Token
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -19,6 +18,7 @@ from fxsplit_encoder._torch.peft import unmerging_layer
 from fxsplit_encoder._torch.structure import Structure
 from fxsplit_encoder.errors import InputError, StartFileError, TowerChangedError, WeightsMovedError
 from fxsplit_encoder.kernels import compile_jobs
+from fxsplit_encoder.kernels.attention import KernelChooser
 from fxsplit_encoder.manager.background import BackgroundCapture
 from fxsplit_encoder.manager.generation import CapturePlan, Generation, first_of
 from fxsplit_encoder.manager.start import expect_costs, keep_costs, load_start, save_start
@@ -339,11 +339,11 @@ class Lifecycle:
 class serving_scope:
     """Enters `turns`, `kernels.choosing()`, `on_device` and `without_autograd`."""
 
-    __slots__ = ("_autograd", "_choosers", "_device", "_elsewhere", "_tokens", "_turns")
+    __slots__ = ("_autograd", "_chooser", "_device", "_elsewhere", "_token", "_turns")
 
     def __init__(self, turns: Turns, kernels: Choosers, device: torch.device) -> None:
         self._turns = turns
-        self._choosers = kernels.all
+        self._chooser = kernels.attention
         self._device = device
 
     def __enter__(self) -> None:
@@ -353,10 +353,7 @@ class serving_scope:
             self._elsewhere: AbstractContextManager[object] = on_device(self._device)
             if self._elsewhere is not ALREADY:
                 self._elsewhere.__enter__()
-            tokens: list[Token[Any]] = []
-            for chooser in self._choosers:
-                tokens.append(chooser.current.set(chooser))
-            self._tokens = tokens
+            self._token: Token[KernelChooser] = self._chooser.current.set(self._chooser)
             self._autograd = without_autograd()
             self._autograd.__enter__()
             has_entered = True
@@ -367,8 +364,7 @@ class serving_scope:
     def __exit__(self, kind: type[BaseException] | None, *raised: object) -> None:
         try:
             self._autograd.__exit__()
-            for chooser, token in zip(self._choosers, self._tokens, strict=True):
-                chooser.current.reset(token)
+            self._chooser.current.reset(self._token)
             if self._elsewhere is not ALREADY:
                 self._elsewhere.__exit__(None, None, None)
         finally:

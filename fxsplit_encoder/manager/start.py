@@ -118,7 +118,7 @@ def save_start(
         _ENVIRONMENT: _to_json(environment_key(device, measurements)),
         _TOWER: _to_json(asdict(KnownTower(tower_key(generation), known, programs))),
         **{_part_of(each): _to_json(entries_of(each.table(device))) for each in measurements},
-        **{f"{_KERNELS}{name}": content for name, content in compiled_kernels().items()},
+        **{f"{_KERNELS}{name}": content for name, content in compiled_kernels(device).items()},
     }
     if compiled is not None:
         parts[_COMPILED] = compiled[0]
@@ -143,7 +143,7 @@ def load_start(
     ]
     if is_measured and (missing := [each.label for each in paths if each.label not in tower.paths]):
         raise StartFileError(f"{missing[0]}: expected what was measured of it; got nothing")
-    _use_compiled(parts)
+    _use_compiled(parts, device)
     for each, table in zip(measurements, tables, strict=True):
         each.add(device, table)
     for encoder_path in paths:
@@ -208,7 +208,7 @@ def _part(parts: Mapping[str, bytes], name: str, read: Callable[[Any], Content])
         raise StartFileError(f"{name}: expected what a start holds there; got {error!r}") from error
 
 
-def _use_compiled(parts: Mapping[str, bytes]) -> None:
+def _use_compiled(parts: Mapping[str, bytes], device: torch.device) -> None:
     """Passes compiled code to torch and Triton; StartFileError: one of them refuses it."""
     if (compiled := parts.get(_COMPILED)) is not None:
         problem, loaded = "", None
@@ -222,7 +222,7 @@ def _use_compiled(parts: Mapping[str, bytes]) -> None:
             )
     kernels = {name.removeprefix(_KERNELS): part for name, part in parts.items() if name.startswith(_KERNELS)}
     try:
-        restore_kernels(kernels)
+        restore_kernels(kernels, device)
     except (OSError, ValueError) as error:
         raise StartFileError(f"kernels: expected compiled kernels; got {error}") from error
 

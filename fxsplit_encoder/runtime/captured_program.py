@@ -19,8 +19,9 @@ from fxsplit_encoder.capture.ladder import BudgetLadder
 from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.errors import CaptureError, ReplayError
 from fxsplit_encoder.kernels.attention import KernelChooser
-from fxsplit_encoder.kernels.choice import Chooser, KernelMeasurements, choosing, failing
-from fxsplit_encoder.kernels.products.measured import ProductChooser
+from fxsplit_encoder.kernels.attention.chooser import choosing
+from fxsplit_encoder.kernels.choice import Chooser, KernelMeasurements, failing
+from fxsplit_encoder.kernels.products.measured import CHOOSER as PRODUCT_CHOOSER
 from fxsplit_encoder.pauses import pause
 from fxsplit_encoder.planning.costs import PathCosts
 from fxsplit_encoder.planning.limits import CaptureKey
@@ -458,10 +459,9 @@ def _read_bytes(captures: Sequence[CapturedForward]) -> dict[int, int]:
 
 @dataclass
 class Choosers:
-    """The kernel choosers of one configuration, one for each operation."""
+    """The kernel choosers of one configuration, one for each operation: linear layers have no settings."""
 
     attention: KernelChooser = field(default_factory=KernelChooser)
-    products: ProductChooser = field(default_factory=ProductChooser)
 
     @classmethod
     def of(cls, config: EncoderConfig) -> Self:
@@ -470,8 +470,7 @@ class Choosers:
 
     def check(self, device: torch.device) -> None:
         """Raises ConfigError for a pinned kernel that does not work on a device."""
-        for chooser in self.all:
-            chooser.check(device)
+        self.attention.check(device)
 
     def failures(self, device: torch.device) -> list[str]:
         """Returns a line for each operation and reason with the kernels that raise on a device."""
@@ -484,7 +483,7 @@ class Choosers:
 
     def choosing(self) -> choosing:
         """Returns a context in which these choose kernels."""
-        return choosing(*self.all)
+        return choosing(self.attention)
 
     @property
     def measurements(self) -> list[KernelMeasurements[Any, Any]]:
@@ -494,4 +493,4 @@ class Choosers:
     @cached_property
     def all(self) -> tuple[Chooser[Any, Any], ...]:
         """Every chooser."""
-        return self.attention, self.products
+        return self.attention, PRODUCT_CHOOSER

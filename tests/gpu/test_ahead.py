@@ -51,8 +51,8 @@ def test_what_is_compiled_ahead_is_loaded_and_right(tmp_path: Path, monkeypatch:
     if (reason := kernel.unavailable_reason(device)) is not None:
         pytest.skip(reason)
     monkeypatch.setenv(compile_jobs.FLASH_SWITCH, "1")
-    if reason := compile_jobs.why_not(device):
-        pytest.skip(reason)
+    if not compile_jobs.is_possible(device):
+        pytest.skip("nothing is compiled ahead here")
     environment = {**os.environ, "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": str(tmp_path)}
     ran = subprocess.run(
         [sys.executable, "-c", SCRIPT], env=environment, text=True, stdout=subprocess.PIPE, check=True

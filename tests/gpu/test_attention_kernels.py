@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,10 @@ from fxsplit_encoder.kernels.attention import (
     dense_attention,
 )
 from fxsplit_encoder.kernels.attention.builtin import TritonVarlen
-from fxsplit_encoder.kernels.attention.chooser import Measurements, shape_of
+from fxsplit_encoder.kernels.attention.chooser import Measurements, choosing, shape_of
 from fxsplit_encoder.kernels.attention.flash_attn import WholeWaves, rows_of_whole_waves
 from fxsplit_encoder.kernels.attention.op import attend
-from fxsplit_encoder.kernels.choice import choosing, measuring
+from fxsplit_encoder.kernels.choice import kept, measuring
 from fxsplit_encoder.kernels.kernel import processors, works
 
 from ..kernels.attention.fakes import reference as exact
@@ -230,7 +231,7 @@ def test_queries_cut_at_whole_waves(kernel: WholeWaves, capacity: int, head_dim:
 
 @pytest.fixture
 def measurements(tmp_path: Path) -> Iterator[Measurements]:
-    yield Measurements().keep(tmp_path)
+    yield Measurements(store=partial(kept, directory=tmp_path))
 
 
 @pytest.mark.alone
@@ -251,7 +252,7 @@ def test_measuring_chooses_per_class_and_says_what_it_found(
         assert {"torch_flash", "batched_dense"} <= times.keys(), each
         assert all(0.5 < microseconds < 1e5 for microseconds in times.values())
         assert times[each["chosen"]] <= min(times.values()) / 0.95
-    other = Measurements().keep(tmp_path)
+    other = Measurements(store=partial(kept, directory=tmp_path))
     assert other.table(device) == {k: v for k, v in measurements.table(device).items() if v.microseconds}
 
 

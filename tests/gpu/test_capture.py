@@ -16,8 +16,8 @@ import fxsplit_encoder as fx
 from fxsplit_encoder.capture.buffers import StaticBuffer
 from fxsplit_encoder.capture.inputs import StaticInputs, pad_cu_seqlens
 from fxsplit_encoder.kernels.attention import KernelChooser, varlen_attention
+from fxsplit_encoder.kernels.attention.chooser import choosing
 from fxsplit_encoder.kernels.attention.op import attend
-from fxsplit_encoder.kernels.choice import choosing
 from fxsplit_encoder.manager.generation import Generation
 
 from .support import batch, no_synchronization

@@ -14,9 +14,9 @@ from torch import Tensor
 import fxsplit_encoder as fx
 from fxsplit_encoder.errors import ConfigError
 from fxsplit_encoder.kernels.attention import KERNELS, KernelChooser, KnownSegments
-from fxsplit_encoder.kernels.attention.chooser import invariant_names
+from fxsplit_encoder.kernels.attention.chooser import choosing, invariant_names
 from fxsplit_encoder.kernels.attention.op import attend
-from fxsplit_encoder.kernels.choice import choosing, measuring
+from fxsplit_encoder.kernels.choice import measuring
 from fxsplit_encoder.kernels.products.fixed import (
     GELU_TANH,
     NOTHING,

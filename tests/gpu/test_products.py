@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fxsplit_encoder.cli.inspection import class_rows
-from fxsplit_encoder.kernels.choice import KernelMeasurements, choosing, measuring
+from fxsplit_encoder.kernels.choice import KernelMeasurements, kept, measuring
 from fxsplit_encoder.kernels.kernel import works
+from fxsplit_encoder.kernels.products import measured
 from fxsplit_encoder.kernels.products.measured import (
     ACTIVATIONS,
     KERNELS,
@@ -78,13 +80,14 @@ def test_no_kernel_errs_more_than_torch_eagerly_and_captured(
 
 
 @torch.no_grad()
-def test_torch_is_as_fast_by_the_op_as_by_itself() -> None:
+def test_torch_is_as_fast_by_the_op_as_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """The op launches what Inductor would for such a layer, no kernel more."""
     each = example(196, 4352, 1152, (True, "gelu"))
-    with choosing(ProductChooser("cublas")):
-        assert kernels_of(lambda: linear(each.rows, each.weights[0], each.bias, "gelu")) == kernels_of(
-            lambda: F.gelu(torch.addmm(each.bias, each.rows, each.weights[0].t()))
-        )
+    only = KernelMeasurements(ProductShape, KERNELS[:1], ProductMeter())
+    monkeypatch.setattr(measured, "CHOOSER", ProductChooser(only))
+    assert kernels_of(lambda: linear(each.rows, each.weights[0], each.bias, "gelu")) == kernels_of(
+        lambda: F.gelu(torch.addmm(each.bias, each.rows, each.weights[0].t()))
+    )
 
 
 def kernels_of(call: Callable[[], object]) -> list[str]:
@@ -102,7 +105,7 @@ def kernels_of(call: Callable[[], object]) -> list[str]:
 @pytest.mark.alone
 def test_measuring_finds_times_of_all_that_are_there_and_keeps_them(tmp_path: Path) -> None:
     def measurements() -> KernelMeasurements[ProductShape, ProductKernel]:
-        return KernelMeasurements(ProductShape, KERNELS, ProductMeter()).keep(tmp_path)
+        return KernelMeasurements(ProductShape, KERNELS, ProductMeter(), partial(kept, directory=tmp_path))
 
     first = measurements()
     each = example(3136, 4352, 1152, (True, "gelu"))

@@ -191,18 +191,18 @@ def test_lent_work_that_nobody_wants_any_more_is_not_done(threads: ThreadPoolExe
 
 def test_it_is_all_four_contexts() -> None:
     turns, kernels = Turns(), Choosers()
-    before = [chooser.current.get(None) for chooser in kernels.all]
+    before = KernelChooser.current.get()
     with pytest.raises(KeyError), torch.inference_mode():
         with serving_scope(turns, kernels, torch.device("cpu")):
             assert turns.owner is not None
-            assert [chooser.current.get(None) for chooser in kernels.all] == list(kernels.all)
+            assert KernelChooser.current.get() is kernels.attention
             assert not torch.is_inference_mode_enabled()
             with serving_scope(turns, kernels, torch.device("cpu")):
                 pass
             assert turns.owner is not None
             raise KeyError
     assert turns.owner is None
-    assert [chooser.current.get(None) for chooser in kernels.all] == before
+    assert KernelChooser.current.get() is before
 
 
 def test_a_device_that_cannot_be_entered_gives_the_turn_back(monkeypatch: pytest.MonkeyPatch) -> None:

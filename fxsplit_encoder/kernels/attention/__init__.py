@@ -5,7 +5,7 @@ Attention alone mixes rows (tokens), so graphs are cut there: all between may be
 
 from fxsplit_encoder.kernels.attention.attention_kernel import AttentionKernel, AttentionShape
 from fxsplit_encoder.kernels.attention.chooser import KERNELS, KernelChooser
-from fxsplit_encoder.kernels.attention.op import KnownSegments, attend_out, dense_attention, varlen_attention
+from fxsplit_encoder.kernels.attention.op import KnownSegments, attend, dense_attention, varlen_attention
 
 __all__ = [
     "KERNELS",
@@ -13,7 +13,7 @@ __all__ = [
     "AttentionShape",
     "KernelChooser",
     "KnownSegments",
-    "attend_out",
+    "attend",
     "dense_attention",
     "varlen_attention",
 ]

@@ -12,7 +12,6 @@ from fxsplit_encoder.kernels import compile_jobs
 from fxsplit_encoder.kernels.attention.chooser import KernelChooser, current_chooser
 from fxsplit_encoder.kernels.attention.flash_attn import FlashAttention4, WholeWaves
 from fxsplit_encoder.kernels.attention.op import dense_attention, traced, varlen_attention
-from fxsplit_encoder.kernels.choice import AUTO
 
 # Their dtype and width.
 Heads = tuple[torch.dtype, int]
@@ -20,10 +19,10 @@ Heads = tuple[torch.dtype, int]
 
 def warm_up(device: torch.device) -> None:
     """Starts processes for `compile_ahead` if nothing was measured on the device."""
-    chooser = current_chooser()
-    if not (_is_settled(chooser) or compile_jobs.why_not(device) or chooser.measurements.table(device)):
+    chooser = _comparing(device)
+    if chooser is not None and not chooser.measurements.table(device):
         # One more, for heads as the tower has them.
-        compile_jobs.warm_up(len(_names(chooser, is_dense=False)) + 1, device)
+        compile_jobs.warm_up(len(_names(chooser)) + 1, device)
 
 
 @contextlib.contextmanager
@@ -31,23 +30,17 @@ def compiling_as_traced(device: torch.device, stored_width: Callable[[int], int]
     """Starts jobs of `compile_ahead` while attention is traced; `stored_width` maps a traced width of heads
     to that of the graph.
     """
-    chooser = current_chooser()
-    if _is_settled(chooser) or compile_jobs.why_not(device):
+    if (chooser := _comparing(device)) is None:
         yield
         return
-    known, met = _known_heads(chooser, device), set[Heads]()
 
     def meet(query: Tensor) -> None:
         dtype, width = query.dtype, query.shape[-1]
-        if (dtype, width) in met or not isinstance(width, int):  # it may be a symbol
-            return
-        met.add((dtype, width))
-        stored = stored_width(width)
-        if (dtype, stored) not in known:
-            compile_jobs.start(_names(chooser, is_dense=False), stored, dtype, device)
-        if stored != width and (dtype, width) not in known:
-            names = _names(chooser, is_dense=False, is_captured=False)
-            compile_jobs.start(names, width, dtype, device)
+        if isinstance(width, int):  # else a symbol
+            stored = stored_width(width)
+            _start(chooser, (dtype, stored), _names(chooser), device)
+            if stored != width:
+                _start(chooser, (dtype, width), _names(chooser, is_captured=False), device)
 
     token = traced.set(meet)
     try:
@@ -71,29 +64,30 @@ def heads_of(nodes: Iterable[fx.Node]) -> dict[Heads, bool]:
 
 def compile_ahead(nodes: Iterable[fx.Node], device: torch.device, *, eager: Iterable[Heads] = ()) -> None:
     """Starts to compile the kernels to compare for nodes, and for `eager` heads of the tower's forward."""
-    chooser = current_chooser()
-    if _is_settled(chooser) or compile_jobs.why_not(device):
+    if (chooser := _comparing(device)) is None:
         return
-    known, captured = _known_heads(chooser, device), heads_of(nodes)
-    wanted = {heads: _names(chooser, is_dense=is_dense) for heads, is_dense in captured.items()}
+    for heads, is_dense in heads_of(nodes).items():
+        _start(chooser, heads, _names(chooser, is_dense=is_dense), device)
     for heads in eager:
-        wanted.setdefault(heads, _names(chooser, is_dense=False, is_captured=False))
-    for (dtype, head_dim), names in wanted.items():
-        if (dtype, head_dim) not in known:
-            compile_jobs.start(names, head_dim, dtype, device)
+        _start(chooser, heads, _names(chooser, is_captured=False), device)
 
 
-def _known_heads(chooser: KernelChooser, device: torch.device) -> set[Heads]:
-    # Kernels that were measured are compiled.
+def _comparing(device: torch.device) -> KernelChooser | None:
+    """Returns the chooser if it compares kernels that can be compiled ahead."""
+    chooser = current_chooser()
+    is_settled = chooser.policy.one_attention_kernel or chooser.pinned_names
+    return chooser if compile_jobs.is_possible(device) and not is_settled else None
+
+
+def _start(chooser: KernelChooser, heads: Heads, names: Iterable[str], device: torch.device) -> None:
+    """Starts a job for each kernel, unless such heads were measured: then they are compiled."""
     table = chooser.measurements.table(device)
-    return {(shape.dtype, shape.head_dim) for shape, found in table.items() if found.microseconds}
+    if heads not in {(shape.dtype, shape.head_dim) for shape, found in table.items() if found.microseconds}:
+        for name in names:
+            compile_jobs.start([name], heads[1], heads[0], device)
 
 
-def _is_settled(chooser: KernelChooser) -> bool:
-    return chooser.policy.one_attention_kernel or any(pin.kernel != AUTO for pin in chooser.pins)
-
-
-def _names(chooser: KernelChooser, *, is_dense: bool, is_captured: bool = True) -> list[str]:
+def _names(chooser: KernelChooser, *, is_dense: bool = False, is_captured: bool = True) -> list[str]:
     # Those that cut at whole waves call two of the others.
     return [
         kernel.name

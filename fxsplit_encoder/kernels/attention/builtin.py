@@ -59,35 +59,31 @@ class BatchedDense(AttentionKernel):
         return F.scaled_dot_product_attention(q, k, v, scale=scale).transpose(1, 2).reshape(shape)
 
 
-_STAGES = 3
-
-
 class Tile(NamedTuple):
-    """`block_m` queries of a program, in steps of `block_n` keys, the loads of `num_stages` overlapping."""
+    """`block_m` queries of a program, in steps of `block_n` keys."""
 
     block_m: int
     block_n: int
     num_warps: int
-    num_stages: int
+
+
+_TILE = Tile(64, 64, num_warps=4)
 
 
 class TritonVarlen(HalfPrecisionKernel):
-    """`attention.triton_code` by tiles of `block_m` queries and `block_n` keys, for short segments."""
+    """`attention.triton_code`, by tiles for short segments."""
 
+    name = "triton_64x64"
     module: ClassVar[str] = "fxsplit_encoder.kernels.attention.triton_code"
     attribute: ClassVar[str] = "attend"
     max_head_dim: ClassVar[int] = 128
     is_invariant = True  # one tile, laid from the start of each segment on
 
-    def __init__(self, block_m: int, block_n: int, num_warps: int) -> None:
-        self.name = f"triton_{block_m}x{block_n}"
-        self.tile = Tile(block_m, block_n, num_warps, _STAGES)
-
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float, into: Target
     ) -> Tensor:
         out = torch.empty_like(q, memory_format=torch.contiguous_format) if into is None else into
-        self.function(q, k, v, cu_seqlens, scale, out, self.tile)
+        self.function(q, k, v, cu_seqlens, scale, out, _TILE)
         return out
 
 

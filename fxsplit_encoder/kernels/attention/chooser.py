@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import logging
+import operator
+import re
 from collections.abc import Callable, Mapping, Sequence
-from contextvars import ContextVar
+from contextvars import ContextVar, Token
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,10 +30,14 @@ from fxsplit_encoder.kernels.attention.flash_attn import (
     VllmFlashAttention,
     WholeWaves,
 )
-from fxsplit_encoder.kernels.choice import AUTO, Chooser, KernelMeasurements, Pin, PinGrammar
+from fxsplit_encoder.kernels.choice import Chooser, KernelMeasurements, kept
+from fxsplit_encoder.kernels.kernel import works
 from fxsplit_encoder.kernels.meter import Example, Meter, poison_memory
 from fxsplit_encoder.kernels.store import KernelStore
+from fxsplit_encoder.messages import nearest
 from fxsplit_encoder.planning.plan import BATCH_DEPENDENT, InvariantPolicy
+
+logger = logging.getLogger(__name__)
 
 # Segments up to which FlashAttention 4 may be faster with smaller tiles than its own: on an H200 it is up to
 # 400 and 1764 tokens (docs/kernels.md).
@@ -47,7 +54,7 @@ KERNELS: tuple[AttentionKernel, ...] = (
     DenseFlashAttention4(),
     DenseFlashAttention4((128, 128), up_to=_MEDIUM, probabilities_in_registers=True),
     VllmFlashAttention(),
-    TritonVarlen(64, 64, num_warps=4),
+    TritonVarlen(),
     BatchedDense(),
     PerSegment(),
     Masked(),
@@ -134,6 +141,74 @@ def _share(tokens: int, segments: int) -> list[int]:
     return [end - start for start, end in itertools.pairwise(ends)]
 
 
+# --- the setting `attention`
+#
+# Conditions, of which a key has one or more: `windowed` (several segments of at most 256 tokens) or `full`;
+# `captured` (inside a CUDA graph) or `known`; comparisons of tokens, longest, segments and head_dim.
+
+AUTO = "auto"
+
+Condition = Callable[[AttentionShape], bool]
+
+_LONGEST_WINDOW = 256
+
+
+def _is_windowed(shape: AttentionShape) -> bool:
+    return shape.segments > 1 and shape.longest <= _LONGEST_WINDOW
+
+
+_WORDS: Mapping[str, Condition] = {
+    "windowed": _is_windowed,
+    "full": lambda shape: not _is_windowed(shape),
+    "captured": lambda shape: shape.is_captured,
+    "known": lambda shape: shape.host_lengths,
+}
+_NUMBERS = ("tokens", "longest", "segments", "head_dim")
+_OPERATORS = {"<=": operator.le, ">=": operator.ge, "<": operator.lt, ">": operator.gt, "=": operator.eq}
+_COMPARISON = re.compile(rf"({'|'.join(_NUMBERS)})\s*(<=|>=|<|>|=)\s*(\d+)")
+
+
+class Pin(NamedTuple):
+    """A kernel's name, or `auto`, for the calls that fulfil every condition."""
+
+    kernel: str
+    conditions: tuple[Condition, ...]
+
+    def holds(self, shape: AttentionShape) -> bool:
+        """Whether the call fulfils every condition."""
+        return all(condition(shape) for condition in self.conditions)
+
+
+def parse_pins(attention: str | Mapping[str, str], kernels: Sequence[str]) -> list[Pin]:
+    """The pins of the setting, the first of which that holds counts; ConfigError names unknown words."""
+    pins: list[Pin] = []
+    problems: list[str] = []
+    for key, kernel in ({"": attention} if isinstance(attention, str) else attention).items():
+        where = f"attention.{key}" if key else "attention"
+        if kernel not in (AUTO, *kernels):
+            problems.append(f"{where}: {_unknown(kernel, (AUTO, *kernels))}")
+        conditions = {word: _condition(word) for part in key.split(",") if (word := part.strip())}
+        known = (*_WORDS, *(f"{name}<=N" for name in _NUMBERS))
+        problems += [f"{where}: {_unknown(word, known)}" for word, found in conditions.items() if not found]
+        pins.append(Pin(kernel, tuple(filter(None, conditions.values()))))
+    if problems:
+        raise ConfigError(*problems)
+    return pins
+
+
+def _condition(word: str) -> Condition | None:
+    comparison = _COMPARISON.fullmatch(word)
+    if comparison is None:
+        return _WORDS.get(word)
+    name, sign, number = comparison.groups()
+    compare, bound = _OPERATORS[sign], int(number)
+    return lambda shape: bool(compare(getattr(shape, name), bound))
+
+
+def _unknown(name: str, allowed: Sequence[str]) -> str:
+    return f"unknown; {nearest(name, allowed)}allowed: {', '.join(allowed)}; got {name!r}"
+
+
 # --- the choice
 
 
@@ -154,7 +229,7 @@ class Measurements(KernelMeasurements[AttentionShape, AttentionKernel]):
         return shape.rounded(own_tokens=own_tokens)
 
 
-MEASUREMENTS = Measurements().keep()
+MEASUREMENTS = Measurements(store=kept)
 
 
 class KernelChooser(Chooser[AttentionShape, AttentionKernel]):
@@ -169,21 +244,45 @@ class KernelChooser(Chooser[AttentionShape, AttentionKernel]):
         *,
         policy: InvariantPolicy = BATCH_DEPENDENT,
     ) -> None:
-        super().__init__(parse_attention(attention), measurements)
+        super().__init__(measurements)
+        self._kernels = {kernel.name: kernel for kernel in measurements.kernels}
+        self._pins = parse_pins(attention, [*self._kernels])
         self.policy = policy
         self._by_heads: dict[tuple[object, ...], AttentionKernel] = {}
+        self._warned: set[str] = set()
+
+    @property
+    def pinned_names(self) -> list[str]:
+        """The names of the kernels that are pinned for some calls, in order."""
+        return list(dict.fromkeys(pin.kernel for pin in self._pins if pin.kernel != AUTO))
+
+    def pinned(self, shape: AttentionShape) -> AttentionKernel | None:
+        """Returns the kernel that is pinned for a shape, if one is and it computes this shape."""
+        name = next((pin.kernel for pin in self._pins if pin.holds(shape)), AUTO)
+        kernel = self._kernels.get(name)
+        if kernel is None or works(kernel, shape):
+            return kernel
+        if name not in self._warned:
+            self._warned.add(name)
+            logger.warning(
+                "attention: %s is pinned but does not compute %s; another kernel does", name, shape
+            )
+        return None
 
     def check(self, device: torch.device) -> None:
         """Checks that pinned kernels work on a device, by one algorithm if `invariant`, or ConfigError."""
-        super().check(device)
-        if not self.policy.one_attention_kernel:
-            return
-        allowed = sorted(invariant_names(self.measurements.kernels, device))
         problems = [
-            f"attention: contradicts invariant: {name} may attend by several algorithms on {device}; "
-            f"allowed: {', '.join((AUTO, *allowed))}"
-            for name in sorted({pin.kernel for pin in self.pins} - {AUTO, *allowed})
+            f"attention: {name} cannot run on {device}: {reason}"
+            for name in sorted(self.pinned_names)
+            if (reason := self._kernels[name].unavailable_reason(device)) is not None
         ]
+        if self.policy.one_attention_kernel and not problems:
+            allowed = sorted(invariant_names(self.measurements.kernels, device))
+            problems = [
+                f"attention: contradicts invariant: {name} may attend by several algorithms on {device}; "
+                f"allowed: {', '.join((AUTO, *allowed))}"
+                for name in sorted({*self.pinned_names} - {*allowed})
+            ]
         if problems:
             raise ConfigError(*problems)
 
@@ -204,7 +303,7 @@ class KernelChooser(Chooser[AttentionShape, AttentionKernel]):
         """Returns the kernel of every call with such heads if `invariant`; ConfigError if there is none."""
         heads = (shape.device, shape.dtype, shape.heads, shape.head_dim)
         if heads not in self._by_heads:
-            pinned = next((pin.kernel for pin in self.pins if pin.kernel != AUTO), None)
+            pinned = next(iter(self.pinned_names), None)
             # Of the calls that there are the least is known of a captured one.
             any_call = replace(shape, host_lengths=False, equal=False)
             self._by_heads[heads] = invariant_kernel(self.measurements.kernels, any_call, pinned)
@@ -227,35 +326,6 @@ def shape_of(
     return AttentionShape(
         *(query_THD.device, query_THD.dtype, heads, head_dim, tokens, longest, segments), host_lengths, equal
     )
-
-
-# --- the setting `attention`
-#
-# Conditions, of which a key has one or more: `windowed` (several segments of at most 256 tokens) or `full`;
-# `captured` (inside a CUDA graph) or `known`; comparisons of tokens, longest, segments and head_dim.
-
-_LONGEST_WINDOW = 256
-
-
-def _is_windowed(shape: AttentionShape) -> bool:
-    return shape.segments > 1 and shape.longest <= _LONGEST_WINDOW
-
-
-_GRAMMAR: PinGrammar[AttentionShape] = PinGrammar(
-    AttentionShape.operation,
-    tuple(kernel.name for kernel in KERNELS),
-    words={
-        "windowed": _is_windowed,
-        "full": lambda shape: not _is_windowed(shape),
-        "captured": lambda shape: shape.is_captured,
-        "known": lambda shape: shape.host_lengths,
-    },
-    numbers=("tokens", "longest", "segments", "head_dim"),
-)
-
-
-parse_attention: Callable[[str | Mapping[str, str]], tuple[Pin[AttentionShape], ...]] = _GRAMMAR.parse
-"""The pins of the setting `attention`, the first of which that holds counts, or ConfigError."""
 
 
 # --- invariant mode
@@ -317,3 +387,19 @@ KernelChooser.current = ContextVar("fxsplit_encoder_attention", default=_of_proc
 # Every call of attention asks for it: no frame of Python.
 current_chooser: Callable[[], KernelChooser] = KernelChooser.current.get
 """The chooser of the enclosing `choosing`, or the process's own, which pins nothing."""
+
+
+# Entered for every request: a class takes a third of the time of a generator.
+class choosing:
+    """Makes a chooser current."""
+
+    __slots__ = ("_chooser", "_token")
+
+    def __init__(self, chooser: KernelChooser) -> None:
+        self._chooser = chooser
+
+    def __enter__(self) -> None:
+        self._token: Token[KernelChooser] = self._chooser.current.set(self._chooser)
+
+    def __exit__(self, *raised: object) -> None:
+        self._chooser.current.reset(self._token)

@@ -11,6 +11,7 @@ import hashlib
 import importlib
 import logging
 import threading
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -77,7 +78,7 @@ def _plan(tensors: Sequence[Tensor], segments: int, longest: int, scale: float) 
             raise CaptureError("cudnn_varlen: this shape was not planned before the capture began")
         plan = _thread.plans[key] = _make_plan(tensors, segments, longest, scale)
     if is_captured:
-        PLAN_FILES.note_capture(plan.name)
+        PLAN_FILES.note_capture(plan.name, query.device)
     return plan
 
 
@@ -128,7 +129,7 @@ def _make_plan(tensors: Sequence[Tensor], segments: int, longest: int, scale: fl
         _load_libraries(device, tensors[0].dtype, tensors[0].shape[-1])
         graph = build_plan(cudnn, handle, tensors, segments, longest, scale)
         try:
-            PLAN_FILES.write(name, bytes(graph.serialize()), device)
+            PLAN_FILES.store(device).write(name, bytes(graph.serialize()))
         except _errors_of(cudnn) as error:
             logger.debug("a plan of cuDNN's is not kept: %s: %s", type(error).__name__, error)
     rows = torch.tensor([[t.stride(0)] for t in tensors], dtype=torch.int64, device=device)
@@ -136,9 +137,9 @@ def _make_plan(tensors: Sequence[Tensor], segments: int, longest: int, scale: fl
 
 
 def _errors_of(cudnn: Any) -> tuple[type[Exception], ...]:
-    """Errors of the front end for a plan that it cannot write or read, or of one without such methods."""
+    """Errors of a plan that cannot be written or read, or of a front end without such methods."""
     refused = getattr(cudnn, "cudnnGraphNotSupportedError", RuntimeError)
-    return (refused, RuntimeError, ValueError, LookupError, TypeError, AttributeError)
+    return (refused, OSError, RuntimeError, ValueError, LookupError, TypeError, AttributeError)
 
 
 def _name_of(tensors: Sequence[Tensor], segments: int, longest: int, scale: float) -> str:
@@ -156,7 +157,7 @@ def _load_libraries(device: torch.device, dtype: torch.dtype, head_dim: int) -> 
 
 
 def _read(cudnn: Any, handle: Any, name: str, device: torch.device) -> Any | None:
-    content = PLAN_FILES.read(name, device)
+    content = PLAN_FILES.store(device).read(name)
     if content is None:
         return None
     try:
@@ -164,7 +165,6 @@ def _read(cudnn: Any, handle: Any, name: str, device: torch.device) -> Any | Non
         graph.deserialize(handle, content)
     except _errors_of(cudnn) as error:
         logger.debug("a plan of cuDNN's is built anew: %s: %s", type(error).__name__, error)
-        PLAN_FILES.forget(name)
         return None
     return graph
 
@@ -226,60 +226,32 @@ def build_plan(
 
 
 class PlanFiles:
-    """Serialized plans by name: the last in memory, and all in the `KernelStore` of their device."""
+    """Serialized plans by name, on disk, where other threads, processes and start files find them."""
 
-    def __init__(self, most_kept: int = 256) -> None:
-        self.most_kept = most_kept
+    def __init__(self) -> None:
         self._stores: dict[torch.device, KernelStore] = {}
-        self._kept: dict[str, bytes] = {}
-        self._captured: set[str] = set()
-        self._lock = threading.Lock()
+        self._captured: defaultdict[torch.device, set[str]] = defaultdict(set)
 
-    def read(self, name: str, device: torch.device) -> bytes | None:
-        """Returns the plan of a name for such a device; None: there is none, or it is damaged."""
-        content = self._kept.get(name)
-        if content is None and (content := self._store(device).read(name)) is not None:
-            self._keep(name, content)
-        return content
-
-    def write(self, name: str, content: bytes, device: torch.device) -> None:
-        """Keeps a plan in memory, and on disk if the directory is not full and can be written."""
-        self._keep(name, content)
-        try:
-            self._store(device).write(name, content)
-        except OSError as error:
-            logger.debug("a plan of cuDNN's is kept in memory only: %s", error)
-
-    def forget(self, name: str) -> None:
-        """Removes a plan from memory."""
-        with self._lock:
-            self._kept.pop(name, None)
-
-    def note_capture(self, name: str) -> None:
-        """Marks a plan as captured: a start from a file will need it."""
-        self._captured.add(name)
-
-    def captured(self) -> dict[str, bytes]:
-        """Returns the captured plans in memory."""
-        with self._lock:
-            return {name: self._kept[name] for name in sorted(self._captured) if name in self._kept}
-
-    def restore(self, plans: Mapping[str, bytes]) -> None:
-        """Keeps plans in memory."""
-        for name, content in plans.items():
-            self._keep(name, content)
-
-    def _store(self, device: torch.device) -> KernelStore:
+    def store(self, device: torch.device) -> KernelStore:
+        """Returns the store of such a device."""
         if device not in self._stores:
             self._stores[device] = KernelStore("cudnn_plans", describe_environment(device))
         return self._stores[device]
 
-    def _keep(self, name: str, content: bytes) -> None:
-        with self._lock:
-            if len(self._kept) >= self.most_kept:
-                if oldest := next((kept for kept in self._kept if kept not in self._captured), None):
-                    del self._kept[oldest]
-            self._kept[name] = content
+    def note_capture(self, name: str, device: torch.device) -> None:
+        """Marks a plan as captured: a start from a file will need it."""
+        self._captured[device].add(name)
+
+    def captured(self, device: torch.device) -> dict[str, bytes]:
+        """Returns the captured plans of a device that are on disk."""
+        found = {name: self.store(device).read(name) for name in sorted(self._captured[device])}
+        return {name: content for name, content in found.items() if content is not None}
+
+    def restore(self, plans: Mapping[str, bytes], device: torch.device) -> None:
+        """Writes plans for a device; those that cannot be written are made anew."""
+        with contextlib.suppress(OSError):
+            for name, content in plans.items():
+                self.store(device).write(name, content)
 
 
 PLAN_FILES = PlanFiles()

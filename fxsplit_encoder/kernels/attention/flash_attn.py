@@ -111,8 +111,7 @@ class FlashAttention4(HalfPrecisionKernel):
     ) -> Tensor:
         # `lengths` are the cumulative lengths of queries and keys, and the bound of both.
         cu_queries, cu_keys, max_seqlen = lengths
-        if compile_jobs.is_running():
-            compile_jobs.wait()
+        compile_jobs.wait()
         result: Tensor = self.function(
             q,
             k,
@@ -140,8 +139,7 @@ class DenseFlashAttention4(FlashAttention4):
         count = cu_seqlens.shape[0] - 1
         batch = [as_batch(tensor, count).transpose(1, 2) for tensor in (q, k, v)]
         out = None if into is None else into.view(batch[0].shape)
-        if compile_jobs.is_running():
-            compile_jobs.wait()
+        compile_jobs.wait()
         result: Tensor = self.function(*batch, softmax_scale=scale, out=out, **self._variant)[0]
         return result.view(q.shape) if into is None else into
 

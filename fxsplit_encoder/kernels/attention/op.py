@@ -25,25 +25,16 @@ traced: ContextVar[Callable[[Tensor], None] | None] = ContextVar("fxsplit_encode
 
 
 def attend(
-    query_THD: Tensor, key_THD: Tensor, value_THD: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float
-) -> Tensor:
-    """Attends as `AttentionKernel.__call__`; InputError for a query that is not (tokens, heads, head_dim)."""
-    _check_rank(query_THD)
-    with on_device(query_THD.device):
-        kernel = current_chooser().of(query_THD, cu_seqlens, max_seqlen)
-        return kernel(query_THD, key_THD, value_THD, cu_seqlens, max_seqlen, scale)
-
-
-def attend_out(
     query_THD: Tensor,
     key_THD: Tensor,
     value_THD: Tensor,
     cu_seqlens: Tensor,
     max_seqlen: int,
     scale: float,
-    out_THD: Tensor,
+    out_THD: Tensor | None = None,
 ) -> Tensor:
-    """`attend` into `out_THD`, which has at least `tokens` rows and keeps the later ones. Returns it."""
+    """Attends as `AttentionKernel.__call__`; InputError for a query that is not (tokens, heads, head_dim)."""
+    _check_rank(query_THD)
     with on_device(query_THD.device):
         kernel = current_chooser().of(query_THD, cu_seqlens, max_seqlen)
         return kernel(query_THD, key_THD, value_THD, cu_seqlens, max_seqlen, scale, out_THD)
@@ -136,7 +127,7 @@ class KnownSegments:
         self._kernel: AttentionKernel | None = None
 
     def attend(self, query_THD: Tensor, key_THD: Tensor, value_THD: Tensor, scale: float) -> Tensor:
-        """`attention.attend` over these segments."""
+        """Attends as the function `attend`."""
         if 0 < self._end == query_THD.shape[0]:
             kernel = self._kernel or self._choose(query_THD)
             return kernel(query_THD, key_THD, value_THD, self.cu_seqlens, self._longest, scale)
@@ -146,7 +137,7 @@ class KnownSegments:
     def attend_out(
         self, query_THD: Tensor, key_THD: Tensor, value_THD: Tensor, scale: float, out_THD: Tensor
     ) -> Tensor:
-        """`attention.attend_out` over these segments."""
+        """Attends into `out_THD`, which has at least `tokens` rows and keeps the later ones. Returns it."""
         values = (query_THD, key_THD, value_THD)
         if self._end != query_THD.shape[0]:  # every view costs the host a microsecond or two per layer
             values = (query_THD[: self._end], key_THD[: self._end], value_THD[: self._end])

@@ -19,6 +19,9 @@ from fxsplit_encoder.kernels.attention.builtin import Tile
 # Boundaries that a program reads at once. Every number of them is another compilation.
 _BOUNDARIES = (32, 128, 1024)
 
+# Loads of keys and values that overlap.
+_STAGES = 3
+
 _LOG2_E = math.log2(math.e)
 
 # Bytes that a pointer may be known to be aligned to.
@@ -132,7 +135,7 @@ def attend(
     tile: Tile,
 ) -> None:
     """Writes the attention of every segment to `out_THD`; rows outside every segment stay as they are."""
-    block_m, block_n, num_warps, num_stages = tile
+    block_m, block_n, num_warps = tile
     tokens, heads, head_dim = query_THD.shape
     segments = cu_seqlens.shape[0] - 1
     query_row, query_head, _ = query_THD.stride()
@@ -148,9 +151,9 @@ def attend(
     grid = (tokens // block_m + segments, heads, 1)
     args = (query_THD, key_THD, value_THD, out_THD, cu_seqlens, segments, scale * _LOG2_E, *numbers)
     if isinstance(_attend_tile, triton.JITFunction):
-        _launcher.launch(grid, args, numbers, num_warps, num_stages)
+        _launcher.launch(grid, args, numbers, num_warps)
     else:  # in Triton's interpreter
-        _attend_tile[grid](*args, num_warps=num_warps, num_stages=num_stages)
+        _attend_tile[grid](*args, num_warps=num_warps, num_stages=_STAGES)
 
 
 class _Launcher:
@@ -160,25 +163,20 @@ class _Launcher:
         self.compiled: dict[tuple[Any, ...], Any] = {}
 
     def launch(
-        self,
-        grid: tuple[int, int, int],
-        args: tuple[Any, ...],
-        numbers: tuple[int, ...],
-        num_warps: int,
-        num_stages: int,
+        self, grid: tuple[int, int, int], args: tuple[Any, ...], numbers: tuple[int, ...], num_warps: int
     ) -> None:
         """Triton tells versions apart by dtype and alignment of the first four `args`, and by `numbers`."""
         query, key, value, out = args[:4]
         device = driver.active.get_current_device()
         version = (
-            *(device, numbers, num_warps, num_stages),
+            *(device, numbers, num_warps),
             *(query.dtype, key.dtype, value.dtype, out.dtype),
             *(query.data_ptr() % _ALIGNMENT, key.data_ptr() % _ALIGNMENT),
             *(value.data_ptr() % _ALIGNMENT, out.data_ptr() % _ALIGNMENT),
         )
         compiled = self.compiled.get(version)
         if compiled is None:
-            self.compiled[version] = _attend_tile[grid](*args, num_warps=num_warps, num_stages=num_stages)
+            self.compiled[version] = _attend_tile[grid](*args, num_warps=num_warps, num_stages=_STAGES)
         else:
             compiled[grid](*args, stream=driver.active.get_current_stream(device))
 

@@ -14,7 +14,7 @@ import functools
 import itertools
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -146,14 +146,6 @@ def same_bits(product: Product, layer: Layer, counts: Sequence[int], *, referenc
     return True
 
 
-@dataclass(slots=True)
-class _Known:
-    by_library: bool
-    verified: set[int] = field(default_factory=set)
-    """Counts of rows at which the library gives the same bits."""
-    refused: set[int] = field(default_factory=set)
-
-
 class VerifiedProducts:
     """Computes linear layers on CUDA by a `library` whose algorithm may depend on the number of rows, if it
     agrees at `counts` of them, or by our `own` product.
@@ -163,7 +155,8 @@ class VerifiedProducts:
         self._library = library
         self._own = own
         self._counts = tuple(counts)
-        self._known: dict[Layer, _Known] = {}
+        self._tried: dict[Layer, dict[int, bool]] = {}
+        """Whether the library gives the same bits, by counts of rows; empty for layers that are our own's."""
         self._lock = threading.RLock()
 
     def __call__(self, rows: Tensor, matrix: Tensor, bias: Tensor | None, activation: str) -> Tensor:
@@ -171,10 +164,10 @@ class VerifiedProducts:
         rows = _aligned(rows)
         layer = Layer.of(rows, matrix, bias, activation)
         count = rows.shape[0]
-        known = self._of(layer)
-        if not known.by_library:
+        tried = self._of(layer)
+        if not tried:
             return self._own(rows, matrix, bias, activation)
-        size = self._size(layer, known, count)
+        size = self._size(layer, tried, count)
         if size == count:
             return self._library(rows, matrix, bias, activation)
         out = rows.new_empty(count, layer.out_features)
@@ -188,46 +181,45 @@ class VerifiedProducts:
 
     def describe(self, device: torch.device) -> list[str]:
         """Returns a line for the library's layers on a device together, and one for every other layer."""
-        known = [(layer, each) for layer, each in self._known.items() if layer.device == device]
-        taken = [each.verified for _, each in known if each.by_library]
-        others = [layer for layer, each in known if not each.by_library]
+        layers = [(layer, tried) for layer, tried in self._tried.items() if layer.device == device]
+        others = [layer for layer, tried in layers if not tried]
         lines = [f"product {each}: by our own kernel: cuBLAS's bits depend on the rows" for each in others]
-        if taken:
-            counts = len(set.union(*taken))
-            text = f"products: {len(taken)} layers by cuBLAS, with equal bits at {counts} counts of rows"
+        if len(others) < len(layers):
+            counts = {count for _, tried in layers for count, agrees in tried.items() if agrees}
+            number = len(layers) - len(others)
+            text = f"products: {number} layers by cuBLAS, with equal bits at {len(counts)} counts of rows"
             lines.insert(0, text)
         return lines
 
     def choices(self, device: torch.device) -> list[str]:
         """For each layer on a device whether it is the library's: the same on every rank."""
-        known = self._known.items()
-        return sorted(f"{layer}: {each.by_library}" for layer, each in known if layer.device == device)
+        layers = self._tried.items()
+        return sorted(f"{layer}: {bool(tried)}" for layer, tried in layers if layer.device == device)
 
-    def _of(self, layer: Layer) -> _Known:
+    def _of(self, layer: Layer) -> dict[int, bool]:
         with self._lock:
-            if layer not in self._known:
+            if layer not in self._tried:
                 if _is_capturing(layer.device):
                     raise CaptureError(f"fixed_linear: {layer} was not tried before it is captured")
-                by_library = self._agrees(layer, self._counts)
-                self._known[layer] = _Known(by_library, set(self._counts) if by_library else set())
-            return self._known[layer]
+                agree = self._agrees(layer, self._counts)
+                self._tried[layer] = dict.fromkeys(self._counts, True) if agree else {}
+            return self._tried[layer]
 
-    def _size(self, layer: Layer, known: _Known, count: int) -> int:
-        if count in known.verified or count == 0:
+    def _size(self, layer: Layer, tried: dict[int, bool], count: int) -> int:
+        if tried.get(count) or count == 0:
             return count
         # What is warmed up will be captured and replayed often; other counts seldom come again.
         wanted = count if is_measuring() else max(COUNTS[0], round_up(count, halfway=True))
         with self._lock:
-            tried = known.verified | known.refused
             if wanted not in tried and not _is_capturing(layer.device):
                 try:
-                    agrees = self._agrees(layer, [wanted])
+                    tried[wanted] = self._agrees(layer, [wanted])
                 except torch.OutOfMemoryError:
-                    agrees = False
-                (known.verified if agrees else known.refused).add(wanted)
-        if wanted in known.verified:
+                    tried[wanted] = False
+            verified = [size for size, agrees in tried.items() if agrees]
+        if wanted in verified:
             return wanted
-        return min((size for size in known.verified if size >= count), default=max(known.verified))
+        return min((size for size in verified if size >= count), default=max(verified))
 
     def _agrees(self, layer: Layer, counts: Sequence[int]) -> bool:
         try:

@@ -9,8 +9,7 @@ import functools
 import itertools
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextvars import ContextVar
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -20,9 +19,8 @@ from torch import Tensor, fx
 
 from fxsplit_encoder._torch.device import on_device
 from fxsplit_encoder._torch.dispatch import addmm_activation, define_op
-from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.kernels import compile_jobs
-from fxsplit_encoder.kernels.choice import AUTO, Chooser, KernelMeasurements, PinGrammar
+from fxsplit_encoder.kernels.choice import Chooser, KernelMeasurements, kept
 from fxsplit_encoder.kernels.kernel import CallShape, CudaKernel, Kernel, find
 from fxsplit_encoder.kernels.meter import MOST_CALLS_TIMED, Example, Meter, poison_memory
 from fxsplit_encoder.kernels.store import package_version
@@ -160,8 +158,7 @@ class Quack(CudaKernel[ProductShape], ProductKernel):
 
     def __call__(self, rows_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, activation: str) -> Tensor:
         """Makes the call that the autotuner of QuACK would make, with this tile."""
-        if compile_jobs.is_running():
-            compile_jobs.wait()
+        compile_jobs.wait()
         result = rows_MK.new_empty(rows_MK.shape[0], features_after(activation, weight_NK.shape[0]))
         self.function(
             *(rows_MK, weight_NK.t()),
@@ -262,28 +259,14 @@ def num_copies(weight: Tensor) -> int:
 
 Measurements = KernelMeasurements[ProductShape, ProductKernel]
 
-MEASUREMENTS: Measurements = KernelMeasurements(ProductShape, KERNELS, ProductMeter()).keep()
-
-_GRAMMAR: PinGrammar[ProductShape] = PinGrammar(
-    ProductShape.operation,
-    tuple(kernel.name for kernel in KERNELS),
-    words={
-        "gelu": lambda shape: shape.activation in ("gelu", "gelu_tanh"),
-        "swiglu": lambda shape: shape.activation == "swiglu",
-    },
-    numbers=("rows", "in_features", "out_features"),
-)
+MEASUREMENTS: Measurements = KernelMeasurements(ProductShape, KERNELS, ProductMeter(), kept)
 
 
 class ProductChooser(Chooser[ProductShape, ProductKernel]):
-    """Chooses the kernel of each linear layer: that of the setting `products`, or the fastest."""
+    """Chooses the kernel of each linear layer: the fastest that was measured."""
 
-    current: ClassVar[ContextVar[ProductChooser]]
-
-    def __init__(
-        self, products: str | Mapping[str, str] = AUTO, measurements: Measurements = MEASUREMENTS
-    ) -> None:
-        super().__init__(_GRAMMAR.parse(products), measurements)
+    def __init__(self, measurements: Measurements = MEASUREMENTS) -> None:
+        super().__init__(measurements)
 
     def of(self, rows: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> ProductKernel:
         """Returns the kernel of a call."""
@@ -297,44 +280,23 @@ def shape_of(rows: Tensor, weight: Tensor, bias: Tensor | None, activation: str)
     return ProductShape(rows.device, rows.dtype, *sizes, bias is not None, activation)
 
 
-_of_process = ProductChooser()
-ProductChooser.current = ContextVar("fxsplit_encoder_products", default=_of_process)
-
-current_product_chooser: Callable[[], ProductChooser] = ProductChooser.current.get
-"""The chooser of the enclosing `choosing`, or the process's own, which pins nothing."""
+CHOOSER = ProductChooser()
+"""Of the process: no setting says which kernel computes a layer."""
 
 
 def multiply(rows_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, activation: str) -> Tensor:
-    """`activation(rows @ weight.T + bias)`; InputError for sizes that do not fit or another activation."""
-    _check(rows_MK, weight_NK, bias_N, activation)
+    """Computes `activation(rows @ weight.T + bias)`; `activation` is one of `ACTIVATIONS`."""
     rows = rows_MK if rows_MK.stride(1) == 1 else rows_MK.contiguous()
     weight = weight_NK.contiguous()
     with on_device(rows.device):
-        kernel = current_product_chooser().of(rows, weight, bias_N, activation)
+        kernel = CHOOSER.of(rows, weight, bias_N, activation)
         return kernel(rows, weight, bias_N, activation)
 
 
-def _check(rows: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> None:
-    if activation not in ACTIVATIONS:
-        raise InputError(
-            f"fxsplit::linear: activation: expected one of {', '.join(ACTIVATIONS)}, got {activation!r}"
-        )
-    if rows.dim() != 2 or weight.dim() != 2 or rows.shape[1] != weight.shape[1]:
-        raise InputError(
-            "fxsplit::linear: expected rows (M, K) and weight (N, K), got "
-            f"{tuple(rows.shape)} and {tuple(weight.shape)}; flatten what comes before the features"
-        )
-    if activation == "swiglu" and weight.shape[0] % 2:
-        raise InputError(
-            f"fxsplit::linear: swiglu: expected an even number of rows of the weight, got {weight.shape[0]}"
-        )
-    if bias is not None and tuple(bias.shape) != (weight.shape[0],):
-        raise InputError(f"fxsplit::linear: bias: expected ({weight.shape[0]},), got {tuple(bias.shape)}")
-
-
 def _fake(rows: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
-    _check(rows, weight, bias, activation)
-    return rows.new_empty(rows.shape[0], features_after(activation, weight.shape[0]))
+    matrix = weight.t()
+    product = rows.mm(matrix) if bias is None else torch.addmm(bias, rows, matrix)  # checks the sizes
+    return rows.new_empty(product.shape[0], features_after(activation, product.shape[1]))
 
 
 linear = define_op(
@@ -345,13 +307,10 @@ linear = define_op(
 
 
 def compile_ahead(nodes: Iterable[fx.Node], device: torch.device) -> None:
-    """Starts to compile the kernels to compare for the layers among nodes, unless pinned or measured."""
-    chooser = current_product_chooser()
-    if device.type != "cuda" or any(pin.kernel != AUTO for pin in chooser.pins):
+    """Starts to compile the kernels to compare for the layers among nodes, unless they were measured."""
+    if device.type != "cuda" or not has_fused_activations(torch.cuda.get_device_capability(device)):
         return
-    if not has_fused_activations(torch.cuda.get_device_capability(device)):
-        return
-    table = chooser.measurements.table(device)
+    table = CHOOSER.measurements.table(device)
     known = {(shape.activation, shape.dtype) for shape, found in table.items() if found.microseconds}
     asked: dict[tuple[str, torch.dtype], None] = {}
     for node in nodes:
@@ -361,5 +320,5 @@ def compile_ahead(nodes: Iterable[fx.Node], device: torch.device) -> None:
     for activation, dtype in asked:
         if (activation, dtype) not in known:
             compile_jobs.name_quack_directory()
-            names = (k.name for k in chooser.measurements.kernels if isinstance(k, Quack))
-            compile_jobs.start(names, activation, dtype, device, apart=False)
+            names = (k.name for k in CHOOSER.measurements.kernels if isinstance(k, Quack))
+            compile_jobs.start(names, activation, dtype, device)

@@ -23,8 +23,8 @@ from fxsplit_encoder.kernels.attention import (
     flash_attn,
     varlen_attention,
 )
-from fxsplit_encoder.kernels.attention.chooser import Measurements
-from fxsplit_encoder.kernels.choice import choosing, measuring
+from fxsplit_encoder.kernels.attention.chooser import Measurements, choosing
+from fxsplit_encoder.kernels.choice import measuring
 from fxsplit_encoder.planning.plan import InvariantPolicy
 
 from .fakes import CUDA, FakeMeter, cumulative, fused_qkv, shape
@@ -32,8 +32,8 @@ from .fakes import CUDA, FakeMeter, cumulative, fused_qkv, shape
 PACKED = ["flash_attn_4", "flash_attn_4_64x128", "flash_attn_4_128x128"]
 DENSE = ["flash_attn_4_dense", "flash_attn_4_128x128_dense"]
 HOPPER = torch.device("cuda", 0)
-Begun = list[tuple[list[str], int]]
-"""The variants and the head width of each."""
+Begun = dict[int, list[str]]
+"""The variants of each head width."""
 
 
 @pytest.fixture
@@ -57,28 +57,25 @@ def done(possible: Path) -> list[str]:
     return sorted(path.name for path in possible.iterdir())
 
 
-def test_every_condition_has_a_reason(possible: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert processes.why_not(HOPPER) == ""
-    assert "GPU" in processes.why_not(torch.device("cpu"))
-    with monkeypatch.context() as other:
-        other.setattr(processes, "capability", lambda device: (10, 0))
-        assert "GPU" in processes.why_not(HOPPER)
-    with monkeypatch.context() as other:
-        other.setattr(os, "cpu_count", lambda: 2)
-        assert processes.why_not(HOPPER) == "fewer than 4 processors"
-    with monkeypatch.context() as other:
-        other.setattr(processes, "package_version", lambda package: None)
-        assert "not installed" in processes.why_not(HOPPER)
-    monkeypatch.setenv(processes.FLASH_SWITCH, "0")
-    assert processes.why_not(HOPPER) == f"{processes.FLASH_SWITCH} is not 1"
-    processes.start(["any"], 72, torch.bfloat16, HOPPER)
-    processes.warm_up(3, HOPPER)
+def test_every_condition_counts(possible: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert processes.is_possible(HOPPER) and not processes.is_possible(torch.device("cpu"))
+    for where, name, value in (
+        (processes, "capability", (10, 0)),
+        (os, "cpu_count", 2),
+        (processes, "package_version", None),
+        (processes, "keep_flash_attention", False),
+    ):
+        with monkeypatch.context() as other:
+            other.setattr(where, name, lambda *_, value=value: value)
+            assert not processes.is_possible(HOPPER)
+            processes.start(["any"], 72, torch.bfloat16, HOPPER)
     assert not processes.is_running()
 
 
 def test_what_was_begun_is_waited_for_and_not_begun_again(possible: Path) -> None:
     processes.start(["one"], 72, torch.bfloat16, HOPPER)
     processes.start(["one", "two"], 72, torch.bfloat16, HOPPER)
+    processes.start(["two"], 72, torch.bfloat16, HOPPER)
     processes.start(["one"], 72, torch.bfloat16, torch.device("cpu"))
     jobs = [each.jobs for each in processes.state.processes]
     assert jobs == [[("one", 72, "bfloat16")], [("two", 72, "bfloat16")]]
@@ -109,7 +106,7 @@ def test_processes_that_wait_already_are_used_and_the_others_end(possible: Path)
 
 def test_processes_that_get_no_more_are_over_once_all_is_compiled(possible: Path) -> None:
     assert not processes.is_compiling()
-    processes.start(["one", "two"], 72, torch.bfloat16, HOPPER, apart=False)
+    processes.start(["one", "two"], 72, torch.bfloat16, HOPPER)
     processes.warm_up(2, HOPPER)
     assert processes.is_compiling()
     processes.begin_no_more()
@@ -117,8 +114,7 @@ def test_processes_that_get_no_more_are_over_once_all_is_compiled(possible: Path
         time.sleep(0.01)
     assert processes.is_running() and done(possible) == ["one-72", "two-72"]
     processes.start(["three"], 72, torch.bfloat16, HOPPER)  # another process: those take no more
-    assert len(processes.state.processes) == 3 and processes.is_compiling()
-    processes.dismiss()
+    assert len(processes.state.processes) == 2 and processes.is_compiling()
     processes.wait()
     assert not processes.is_running() and not processes.is_compiling()
     assert done(possible) == ["one-72", "three-72", "two-72"]
@@ -150,9 +146,8 @@ def test_a_call_waits_for_what_is_being_compiled(
     monkeypatch.setattr(processes, "is_running", lambda: not log)
     monkeypatch.setattr(processes, "wait", lambda: log.append("waited"))
     assert kernel.is_awaited
-    for _ in range(2):
-        kernel(*fused_qkv(6), cumulative([6]), 6, 1.0)
-    assert log == ["waited", "called", "called"]
+    kernel(*fused_qkv(6), cumulative([6]), 6, 1.0)
+    assert log == ["waited", "called"]
     assert not kernel.is_awaited
 
 
@@ -187,13 +182,14 @@ def test_the_bound_is_ignored_on_hopper_alone(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.fixture
 def begun(possible: Path, monkeypatch: pytest.MonkeyPatch) -> Begun:
-    found: Begun = []
+    found: Begun = {}
 
     def start(names: list[str], width: int, dtype: torch.dtype, device: torch.device) -> None:
-        found.append((names, width))
+        known = found.setdefault(width, [])
+        known += [name for name in names if name not in known]
 
     monkeypatch.setattr(processes, "start", start)
-    monkeypatch.setattr(processes, "warm_up", lambda number, device: found.append(([], number)))
+    monkeypatch.setattr(processes, "warm_up", lambda number, device: found.update({0: [f"{number} of them"]}))
     return found
 
 
@@ -210,11 +206,11 @@ def test_variants_follow_from_the_attention_of_a_graph(begun: Begun) -> None:
     other = node(torch.ops.aten.mm.default)
     with choosing(chooser()):
         ahead.compile_ahead([other], HOPPER)
-        assert begun == []
+        assert not begun
         ahead.compile_ahead([node(varlen_attention), other, node(varlen_attention)], HOPPER)
         ahead.compile_ahead([node(dense_attention, 64), node(varlen_attention, 80)], HOPPER)
         ahead.warm_up(HOPPER)
-    assert begun == [(PACKED, 72), ([*PACKED, *DENSE], 64), (PACKED, 80), ([], 4)]
+    assert begun == {72: PACKED, 64: [*PACKED, *DENSE], 80: PACKED, 0: ["4 of them"]}
 
 
 def trace_attention(*widths: int, dtype: torch.dtype = torch.bfloat16) -> None:
@@ -228,10 +224,10 @@ def test_a_trace_that_meets_attention_begins_what_its_graph_will_ask_for(begun: 
     stored = {72: 80}
     trace_attention(72)
     with choosing(chooser()), ahead.compiling_as_traced(HOPPER, lambda width: stored.get(width, width)):
-        assert begun == []
+        assert not begun
         trace_attention(72, 64, 72)
     trace_attention(96)
-    assert begun == [(PACKED, 80), (["flash_attn_4"], 72), (PACKED, 64)]
+    assert begun == {80: PACKED, 72: ["flash_attn_4"], 64: PACKED}
 
 
 def test_heads_whose_width_varies_are_left_out() -> None:
@@ -249,7 +245,7 @@ def test_nothing_is_compiled_where_nothing_is_compared(settled: KernelChooser, b
         with ahead.compiling_as_traced(HOPPER, lambda width: width):
             trace_attention(72)
         ahead.compile_ahead([node(varlen_attention)], HOPPER)
-    assert begun == []
+    assert not begun
 
 
 def test_heads_whose_times_are_known_are_left_out(begun: Begun, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,11 +255,11 @@ def test_heads_whose_times_are_known_are_left_out(begun: Begun, monkeypatch: pyt
         fakes.find(shape(1024))
         ahead.warm_up(CUDA)
         ahead.compile_ahead([node(varlen_attention, 72), node(varlen_attention, 80)], CUDA)
-    assert begun == []  # this device is none that it works on
-    monkeypatch.setattr(processes, "why_not", lambda device: "")
+    assert not begun  # this device is none that it works on
+    monkeypatch.setattr(processes, "is_possible", lambda device: True)
     with choosing(KernelChooser(measurements=fakes)):
         ahead.warm_up(CUDA)
         ahead.compile_ahead([node(varlen_attention, 72), node(varlen_attention, 80)], CUDA)
         with ahead.compiling_as_traced(CUDA, lambda width: width):
             trace_attention(72, 96)
-    assert begun == [(PACKED, 80), (PACKED, 96)]
+    assert begun == {80: PACKED, 96: PACKED}

@@ -20,12 +20,13 @@ from fxsplit_encoder.kernels import kernel as kernels_base
 from fxsplit_encoder.kernels.attention import KERNELS, AttentionShape, KernelChooser, KnownSegments
 from fxsplit_encoder.kernels.attention.chooser import (
     Measurements,
+    choosing,
     invariant_kernel,
     invariant_names,
-    parse_attention,
+    parse_pins,
 )
 from fxsplit_encoder.kernels.attention.op import attend
-from fxsplit_encoder.kernels.choice import Pin, choosing, measuring
+from fxsplit_encoder.kernels.choice import measuring
 from fxsplit_encoder.kernels.meter import Measured
 from fxsplit_encoder.kernels.store import KernelStore
 from fxsplit_encoder.planning.plan import InvariantPolicy
@@ -165,10 +166,7 @@ def test_what_a_class_nearby_shows_to_be_beaten_is_not_compared() -> None:
         256: ("base", "close", "far"),  # too far from where that was seen
     }
     found = chooser.measurements.table(CUDA)[shape(2048)]
-    assert found.rejected == {
-        "far": "not compared: 6.1 times as long as the fastest of "
-        "bfloat16 16x72, tokens 4096, longest 4096, segments 1, captured"
-    }
+    assert found.rejected == {"far": "far behind in a class nearby"}
     assert far not in chooser.ranking(shape(2048))
     chooser, meter = make(BASE, FAST, base=100.0, fast=1.0)  # the first candidate is always compared
     with measuring():
@@ -212,19 +210,17 @@ def test_a_class_holds_its_shapes_and_is_its_own(of: AttentionShape) -> None:
     assert own.longest <= own.tokens
 
 
-def pinned(attention: Any, measurements: Measurements | None = None) -> KernelChooser:
-    chooser = KernelChooser(measurements=measurements or Measurements(EVERY, FakeMeter(TIMES)))
-    chooser.pins = tuple(Pin(pin.conditions, attention[i]) for i, pin in enumerate(chooser.pins))
-    return chooser
+def pinned(attention: str, measurements: Measurements | None = None) -> KernelChooser:
+    return KernelChooser(attention, measurements or Measurements(EVERY, FakeMeter(TIMES)))
 
 
 def test_a_pin_wins_over_what_is_faster(caplog: pytest.LogCaptureFixture) -> None:
-    chooser = pinned(["base"])
+    chooser = pinned("base")
     with measuring():
         assert chosen(chooser, shape(2048)) == "base"
-    slow = pinned(["slow"])
+    slow = pinned("slow")
     assert chosen(slow, shape(2048)) == "slow"
-    fast = pinned(["fast"])
+    fast = pinned("fast")
     assert chosen(fast, shape(2048)) == "fast"
     for _ in range(2):
         assert chosen(fast, shape(100)) == "base"
@@ -235,8 +231,8 @@ def test_a_pin_wins_over_what_is_faster(caplog: pytest.LogCaptureFixture) -> Non
 
 def test_a_pinned_kernel_that_is_not_there_is_an_error() -> None:
     with pytest.raises(ConfigError, match="attention: missing cannot run on meta: not installed"):
-        pinned(["missing"]).check(CUDA)
-    pinned(["base"]).check(CUDA)
+        pinned("missing").check(CUDA)
+    pinned("base").check(CUDA)
     with pytest.raises(ConfigError, match="attention: flash_attn_4 cannot run on cpu: needs CUDA"):
         KernelChooser("flash_attn_4").check(torch.device("cpu"))
 
@@ -266,7 +262,7 @@ def test_what_plans_each_shape_is_for_captures() -> None:
     with measuring():
         assert chooser.of(query, cu, 2048) is planning
     assert chooser.of(query, cu, 2048) is BASE
-    chooser = pinned(["fast"], measurements=chooser.measurements)
+    chooser = pinned("fast", measurements=chooser.measurements)
     assert chooser.of(query, cu, 2048) is planning
 
 
@@ -293,6 +289,7 @@ def test_a_kernel_that_was_missing_is_compared_once_it_is_there(tmp_path: Any) -
 # --- pins
 
 
+NAMES = [kernel.name for kernel in KERNELS]
 WINDOWS, FRAMES, FRAME = shape(6272, 64, 98), shape(6272, segments=8), shape(6272, host_lengths=True)
 
 
@@ -312,19 +309,19 @@ WINDOWS, FRAMES, FRAME = shape(6272, 64, 98), shape(6272, segments=8), shape(627
     ],
 )
 def test_a_key_is_a_list_of_conditions(key: str, holds: list[AttentionShape]) -> None:
-    (pin,) = parse_attention({key: "masked"})
+    (pin,) = parse_pins({key: "masked"}, NAMES)
     assert [each for each in (WINDOWS, FRAMES, FRAME) if pin.holds(each)] == holds
 
 
 def test_a_name_alone_is_for_every_shape() -> None:
-    for name in ("auto", *(kernel.name for kernel in KERNELS)):
-        (pin,) = parse_attention(name)
+    for name in ("auto", *NAMES):
+        (pin,) = parse_pins(name, NAMES)
         assert pin.kernel == name
         assert pin.holds(WINDOWS)
 
 
 def test_keys_keep_their_order() -> None:
-    pins = parse_attention({"windowed": "torch_flash", "tokens<=9999": "auto", "full": "masked"})
+    pins = parse_pins({"windowed": "torch_flash", "tokens<=9999": "auto", "full": "masked"}, NAMES)
     assert [next(pin.kernel for pin in pins if pin.holds(each)) for each in (WINDOWS, FRAME)] == [
         "torch_flash",
         "auto",
@@ -344,7 +341,7 @@ def test_keys_keep_their_order() -> None:
 )
 def test_what_is_unknown_is_named(attention: Any, parts: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
-        parse_attention(attention)
+        parse_pins(attention, NAMES)
     assert all(part in str(caught.value) for part in parts), str(caught.value)
     expected = 2 if isinstance(attention, dict) and "full, ful" in attention else 1
     assert len(caught.value.problems) == expected
@@ -355,12 +352,11 @@ def test_what_is_unknown_is_named(attention: Any, parts: list[str]) -> None:
 
 def test_a_report_says_what_was_measured_and_what_is_chosen_and_why_not() -> None:
     kernels = [*map(FakeKernel, ("base", "fast", "wrong")), FakeKernel("gone", unavailable="no")]
-    chooser = KernelChooser(measurements=Measurements(kernels, FakeMeter({"base": 9.0, "fast": 4.0})))
+    measurements = Measurements(kernels, FakeMeter({"base": 9.0, "fast": 4.0}))
     with measuring():
         for tokens in (4096, 1024):
-            chooser.ranking(shape(tokens))
-    (condition,) = parse_attention({"tokens>=4096": "auto"})[0].conditions
-    chooser.pins = (Pin((condition,), "base"),)
+            measurements.find(shape(tokens))
+    chooser = KernelChooser({"tokens>=4096": "base"}, measurements)
     small, large = (str(shape(tokens)) for tokens in (1024, 4096))
     assert small == "bfloat16 16x72, tokens 1024, longest 1024, segments 1, captured"
     assert [tuple(row.values()) for row in kernel_rows(CUDA, chooser)] == [

@@ -20,6 +20,8 @@ from fxsplit_encoder.kernels.compiled import compiled_kernels, restore_kernels
 
 from .fakes import assert_attends, cumulative, fused_qkv
 
+CPU = torch.device("cpu")
+
 
 class Described:
     """A tensor of the graph."""
@@ -190,23 +192,13 @@ def test_another_thread_and_another_process_read_what_was_built(
 def test_a_plan_that_is_none_of_cudnns_is_built_anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     expected = attend()
     (path,) = plans(tmp_path)
-    cudnn_varlen.PLAN_FILES.write(path.name, b"another", torch.device("cpu"))
+    cudnn_varlen.PLAN_FILES.store(CPU).write(path.name, b"another")
     forget_all(monkeypatch)
     torch.testing.assert_close(attend(), expected, rtol=0, atol=0)
     assert Graph.built == 2
     forget_all(monkeypatch)
     attend()
     assert Graph.built == 2, "it was mended on disk"
-
-
-def test_memory_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cudnn_varlen, "PLAN_FILES", cudnn_varlen.PlanFiles(most_kept=1))
-    attend(2)
-    attend(4)
-    monkeypatch.setattr(store.KernelStore, "read", lambda *_: None)
-    for segments, number in ((4, 2), (2, 3)):  # the last is in memory, and the first is not
-        attend_in_another_thread(segments)
-        assert Graph.built == number
 
 
 def test_a_front_end_that_keeps_nothing_still_attends(
@@ -231,10 +223,10 @@ def test_a_start_file_holds_the_plans_of_captures_alone(
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     expected = attend(4)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    files = {name: content for name, content in compiled_kernels().items() if name.startswith("cudnn/")}
+    files = {name: content for name, content in compiled_kernels(CPU).items() if name.startswith("cudnn/")}
     assert len(files) == 1
     forget_all(monkeypatch)
     monkeypatch.setattr(store, "cache_directory", lambda: tmp_path / "other")
-    restore_kernels(files)
+    restore_kernels(files, CPU)
     torch.testing.assert_close(attend(4), expected, rtol=0, atol=0)
     assert Graph.built == 2

@@ -22,7 +22,6 @@ from fxsplit_encoder.kernels.attention import (
     KERNELS,
     AttentionKernel,
     AttentionShape,
-    attend_out,
     dense_attention,
     flash_attn,
     op,
@@ -46,7 +45,7 @@ BY_NAME = {kernel.name: kernel for kernel in KERNELS}
 
 
 def attend_or_out(*call: Any) -> Tensor:
-    return attend(*call) if len(call) == 6 else attend_out(*call)
+    return attend(*call)
 
 
 @settings(max_examples=60)
@@ -93,7 +92,7 @@ def test_masked_attention_takes_rows_behind_the_last_segment() -> None:
 def test_the_out_variant_refuses_a_buffer_that_is_too_small() -> None:
     q, k, v = fused_qkv(7)
     with pytest.raises(RuntimeError):
-        attend_out(q, k, v, cumulative([7]), 7, 0.5, torch.zeros(6, HEADS, HEAD_DIM))
+        attend(q, k, v, cumulative([7]), 7, 0.5, torch.zeros(6, HEADS, HEAD_DIM))
 
 
 def test_every_kernel_says_whether_it_can_run_and_none_raises() -> None:
@@ -232,7 +231,7 @@ for head_dim in (8, 64, 72, 88, 128):
         q, k, v = torch.randn(tokens + 9, 3, heads, head_dim, dtype=torch.float16).unbind(1)
         boundaries = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
         out = torch.full((tokens + 9, heads, head_dim), 7.0, dtype=torch.float16)
-        attend(q, k, v, boundaries, 0.3, out, Tile(32, 16, num_warps=4, num_stages=2))
+        attend(q, k, v, boundaries, 0.3, out, Tile(32, 16, num_warps=4))
         expected = torch.full(out.shape, 7.0)
         for start, end in itertools.pairwise(boundaries.tolist()):
             a, b, c = (x[start:end].float().transpose(0, 1) for x in (q, k, v))

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fxsplit_encoder.kernels.attention import KernelChooser, KnownSegments, builtin, op
-from fxsplit_encoder.kernels.attention.chooser import Measurements
+from fxsplit_encoder.kernels.attention.chooser import Measurements, choosing
 from fxsplit_encoder.kernels.attention.op import attend
-from fxsplit_encoder.kernels.choice import Pin, choosing, measuring
+from fxsplit_encoder.kernels.choice import measuring
 
 from .fakes import FakeKernel, FakeMeter, cumulative, fused_qkv, reference
 
@@ -32,7 +32,8 @@ class Device:
         self.packed = FakeKernel("packed")
         self.dense = FakeKernel("dense", dense=True, plans=True)
         meter = FakeMeter({"packed": lambda shape: 10.0, "dense": lambda shape: 5.0})
-        self.chooser = KernelChooser(measurements=Measurements([self.packed, self.dense], meter))
+        self.measurements = Measurements([self.packed, self.dense], meter)
+        self.chooser = KernelChooser(measurements=self.measurements)
 
     def run(
         self, lengths: Sequence[int], layers: int = 1, padding: int = 0, out: Tensor | None = None
@@ -104,11 +105,11 @@ def test_only_so_many_shapes_are_planned(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_pinned_kernel_is_taken_where_it_works() -> None:
     device = Device()
-    device.chooser.pins = (Pin((), "dense"),)
+    device.chooser = KernelChooser("dense", device.measurements)
     for lengths in ([3, 3], [2, 3, 3], [3, 3]):
         device.run(lengths)
     assert device.calls() == ([(2, 3), (3, 3)], [(2, 3)])
-    device.chooser.pins = (Pin((), "packed"),)
+    device.chooser = KernelChooser("packed", device.measurements)
     device.run([3, 3])
     assert device.calls() == ([(2, 3)], [])
 

@@ -15,7 +15,7 @@ from torch import Tensor, fx
 
 from fxsplit_encoder._torch.tensors import FakeTensorMode
 from fxsplit_encoder.kernels import compile_jobs
-from fxsplit_encoder.kernels.choice import KernelMeasurements, choosing
+from fxsplit_encoder.kernels.choice import KernelMeasurements
 from fxsplit_encoder.kernels.meter import Measured
 from fxsplit_encoder.kernels.products import measured
 from fxsplit_encoder.kernels.products.measured import (
@@ -36,14 +36,16 @@ def begun(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[str], str, torch.d
     """What was begun on a device that has the kernels."""
     log: list[tuple[list[str], str, torch.dtype]] = []
 
-    def start(names: Any, activation: str, dtype: torch.dtype, device: torch.device, *, apart: bool) -> None:
-        assert device == CUDA and not apart
+    def start(names: Any, activation: str, dtype: torch.dtype, device: torch.device) -> None:
+        assert device == CUDA
         log.append(([*names], activation, dtype))
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(measured, "has_fused_activations", lambda capability: capability == (9, 0))
     monkeypatch.setattr(measured.compile_jobs, "start", start)
     monkeypatch.setattr(compile_jobs, "name_quack_directory", lambda: None)
+    measurements = KernelMeasurements(ProductShape, KERNELS, ProductMeter())
+    monkeypatch.setattr(measured, "CHOOSER", ProductChooser(measurements))
     return log
 
 
@@ -56,26 +58,17 @@ def layer(activation: str, *, bias: bool = True) -> fx.Node:
 
 
 def test_each_activation_is_begun_once(begun: list[Any]) -> None:
-    with choosing(chooser()):
-        measured.compile_ahead([layer("gelu"), layer("gelu"), layer("swiglu")], CUDA)
-        measured.compile_ahead([layer("swiglu", bias=False)], CUDA)
-        measured.compile_ahead([layer("gelu")], torch.device("cpu"))
+    measured.compile_ahead([layer("gelu"), layer("gelu"), layer("swiglu")], CUDA)
+    measured.compile_ahead([layer("swiglu", bias=False)], CUDA)
+    measured.compile_ahead([layer("gelu")], torch.device("cpu"))
     assert begun == [(TILES, "gelu", torch.bfloat16), (TILES, "swiglu", torch.bfloat16)]
 
 
-def test_nothing_is_begun_where_a_setting_or_earlier_times_choose(begun: list[Any]) -> None:
-    with choosing(chooser("cublas")):
-        measured.compile_ahead([layer("gelu")], CUDA)
-    known = chooser()
+def test_nothing_is_begun_where_earlier_times_choose(begun: list[Any]) -> None:
     shape = ProductShape(CUDA, torch.bfloat16, 512, 16, 16, True, "gelu")
-    known.measurements.add(CUDA, {shape: Measured({"cublas": 1.0})})
-    with choosing(known):
-        measured.compile_ahead([layer("gelu"), layer("gelu_tanh")], CUDA)
+    measured.CHOOSER.measurements.add(CUDA, {shape: Measured({"cublas": 1.0})})
+    measured.compile_ahead([layer("gelu"), layer("gelu_tanh")], CUDA)
     assert [activation for _, activation, _ in begun] == ["gelu_tanh"]
-
-
-def chooser(pinned: str = "auto") -> ProductChooser:
-    return ProductChooser(pinned, KernelMeasurements(ProductShape, KERNELS, ProductMeter()))
 
 
 def test_a_call_waits_for_what_is_being_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,15 +80,13 @@ def test_a_call_waits_for_what_is_being_compiled(monkeypatch: pytest.MonkeyPatch
     def found(module: str, name: str) -> tuple[Any, None]:
         return (multiply if name == "gemm_act" else dict), None
 
-    monkeypatch.setattr(measured.compile_jobs, "is_running", lambda: not log)
     monkeypatch.setattr(measured.compile_jobs, "wait", lambda: log.append("waited"))
     monkeypatch.setattr("fxsplit_encoder.kernels.kernel.find", found)
     monkeypatch.setattr(measured, "find", found)
     rows, weight = torch.randn(5, 16), torch.randn(8, 16)
-    for _ in range(2):
-        result = measured.Quack(160)(rows, weight, None, "swiglu")
-        assert result.shape == (5, 4)
-    assert log == ["waited", "called for swiglu", "called for swiglu"]
+    result = measured.Quack(160)(rows, weight, None, "swiglu")
+    assert result.shape == (5, 4)
+    assert log == ["waited", "called for swiglu"]
 
 
 # --- with the packages, which need no GPU for it

@@ -542,7 +542,7 @@ def _product(b: Builder, name: str) -> fx.Node | None:
     if name in ("mm", "matmul"):
         return b.call(getattr(aten, name).default, *pair)
     target = aten.linear.default if name == "linear" else getattr(ours, name.split("::")[1]).default
-    activation = {"fxsplit::linear": [b.choice(("none", "gelu_tanh"))], "fxsplit::fixed_linear": [""]}
+    activation = {"fxsplit::linear": [b.choice(("gelu", "gelu_tanh"))], "fxsplit::fixed_linear": [""]}
     return b.call(target, *pair, bias if b.flag() else None, *activation.get(name, []))
 
 
