@@ -25,7 +25,7 @@ from fxsplit_encoder.compile.pieces import Piece, PieceCache, piece_compiler
 from fxsplit_encoder.compile.program import Argument, Program, Ref, RegionInput, TensorInfo
 from fxsplit_encoder.compile.rewriting import derivation, mark_cuts, mark_parameters, node_value, permute_rows
 from fxsplit_encoder.compile.sizes import Size, assumptions_of, expression, guards_of, shape_exprs
-from fxsplit_encoder.compile.split import Cut, SplitGraph, is_scalar, split_graph, token_count_of
+from fxsplit_encoder.compile.split import Part, is_scalar, split_graph, token_count_of, unpacked_from
 from fxsplit_encoder.errors import CompileError
 from fxsplit_encoder.kernels.attention.ahead import compile_ahead, heads_of
 from fxsplit_encoder.kernels.products.measured import compile_ahead as compile_products_ahead
@@ -62,39 +62,41 @@ def build_program(
         check_rows(module, device, options.piece_compiler)
     if options.observe is not None:
         options.observe(module)
-    graph = split_graph(module, targets)
-    return _assemble(module, graph, frozenset(static_inputs), num_rows, options, device, report)
+    parts = split_graph(module, targets)
+    return _assemble(module, parts, frozenset(static_inputs), num_rows, options, device, report)
 
 
 def _assemble(
     module: fx.GraphModule,
-    graph: SplitGraph,
+    parts: Sequence[Part],
     static_inputs: frozenset[int],
     num_rows: fx.Node | None,
     options: CompileOptions,
     device: torch.device,
     pass_report: Mapping[str, int],
 ) -> Program:
-    token_symbol, unknown = token_count_of(graph.parts, options.splitting_ops)
+    token_symbol, unknown = token_count_of(parts, options.splitting_ops)
     if options.requires_tokens and unknown:
         raise CompileError(unknown)
-    derived = {n: found for n in graph.placeholders if (found := derivation(n)) is not None}
+    placeholders, held = (module.graph.find_nodes(op=op) for op in ("placeholder", "get_attr"))
+    returned: Any = module.graph.output_node().args[0]
+    derived = {n: found for n in placeholders if (found := derivation(n)) is not None}
     made_here = {*derived} if num_rows is None else {num_rows, *derived}
-    inputs = [n for n in graph.placeholders if n not in made_here]
+    inputs = [n for n in placeholders if n not in made_here]
     slots = Slots()
-    for node in (*inputs, *graph.constants, *derived):
+    for node in (*inputs, *held, *derived):
         slots.of(node)
     cache = PieceCache(piece_compiler(options.piece_compiler, device, options.policy))
-    steps = with_joins(make_steps(graph.parts, slots, cache, options))
-    outputs = tuple(slots.argument(a) for a in graph.output_args)
-    kept = {*slots_in(outputs), *(slots.of(n) for n in (*graph.placeholders, *graph.constants))}
+    steps = with_joins(make_steps(parts, slots, cache, options))
+    outputs = tuple(slots.argument(a) for a in returned)
+    kept = {*slots_in(outputs), *(slots.of(n) for n in (*placeholders, *held))}
     region_start = max((i + 1 for i, step in enumerate(steps) if step.kind == "host"), default=0)
-    fixed = {*made_here, *graph.constants, *(inputs[i] for i in static_inputs)}
-    region = Region(graph.parts[region_start:], graph.output_args, fixed, slots, token_symbol)
+    fixed = {*made_here, *held, *(inputs[i] for i in static_inputs)}
+    region = Region(parts[region_start:], returned, fixed, slots, token_symbol)
     report = region.prove(assumptions_of(inputs))
     if options.policy.one_order_of_sums:
         check_proof(report, token_symbol)
-    hosts = ((host_op(part.node.target), part.node) for part in graph.parts if isinstance(part, Cut))
+    hosts = ((host_op(part.target), part) for part in parts if isinstance(part, fx.Node))
     if any(op and op.declares_padding and op.declares_padding(*node.args) for op, node in hosts):
         report = replace(report, declared=True)
     ops: list[Any] = [node.target for node in module.graph.nodes]
@@ -107,12 +109,12 @@ def _assemble(
         num_inputs=len(inputs),
         num_rows_slot=None if num_rows is None else slots.of(num_rows),
         num_slots=len(slots),
-        constants={slots.of(n): _attribute(module, n) for n in graph.constants},
+        constants={slots.of(n): _attribute(module, n) for n in held},
         static_inputs=static_inputs,
         symbol_sources=tuple(_symbol_sources(inputs)),
         outputs=outputs,
         output_infos=tuple(
-            tensor_info(a) if isinstance(a, fx.Node) and not is_scalar(a) else None for a in graph.output_args
+            tensor_info(a) if isinstance(a, fx.Node) and not is_scalar(a) else None for a in returned
         ),
         input_shapes=tuple(None if is_scalar(n) else tensor_info(n).shape for n in inputs),
         token_symbol=token_symbol,
@@ -178,16 +180,14 @@ def tensor_info(node: fx.Node) -> TensorInfo:
     return TensorInfo(node.name, shape, strides, value.dtype, value.device)
 
 
-def make_steps(
-    parts: Sequence[Piece | Cut], slots: Slots, cache: PieceCache, options: CompileOptions
-) -> list[Step]:
+def make_steps(parts: Sequence[Part], slots: Slots, cache: PieceCache, options: CompileOptions) -> list[Step]:
     """Returns the steps of a graph's parts, in order; compiles the distinct pieces and reports progress."""
     steps: list[Step] = []
-    num_pieces = sum(1 for part in parts if not isinstance(part, Cut))
+    num_pieces = sum(isinstance(part, Piece) for part in parts)
     done = TRACING_PHASES
     options.report(done, num_pieces)
     for part in parts:
-        if isinstance(part, Cut):
+        if isinstance(part, fx.Node):
             steps.append(_cut_step(part, slots))
             continue
         steps.append(_piece_step(part, f"piece_{done - TRACING_PHASES}", slots, cache))
@@ -212,18 +212,18 @@ def _piece_step(piece: Piece, name: str, slots: Slots, cache: PieceCache) -> Ste
     )
 
 
-def _cut_step(cut: Cut, slots: Slots) -> Step:
-    node = cut.node
+def _cut_step(node: fx.Node, slots: Slots) -> Step:
     returns_tensor = isinstance(node.meta["val"], torch.Tensor)
     if returns_tensor:
         outputs: tuple[int, ...] = (slots.of(node),)
     else:
-        by_index = {int(n.args[1]): slots.of(n) for n in cut.unpacked}  # type: ignore[arg-type]
+        by_index = {int(n.args[1]): slots.of(n) for n in unpacked_from(node)}  # type: ignore[arg-type]
         outputs = tuple(by_index.get(i, -1) for i in range(len(node.meta["val"])))
-    call = host_op(node.target) or node.target
+    host = host_op(node.target)
+    call = host or node.target
     assert callable(call)
     return Step(
-        kind="host" if cut.is_host else "split",
+        kind="split" if host is None else "host",
         name=node.name,
         call=call,
         args=tuple(slots.argument(a) for a in node.args),
@@ -284,7 +284,7 @@ class Region:
 
     def __init__(
         self,
-        parts: Sequence[Piece | Cut],
+        parts: Sequence[Part],
         outputs: Sequence[Any],
         fixed: Collection[fx.Node],
         slots: Slots,
@@ -296,11 +296,11 @@ class Region:
         segments: set[Any] = set()
         permutations: set[Any] = set()
         for part in parts:
-            if isinstance(part, Cut):
-                self._nodes += (part.node, *part.unpacked)
-                read.update(dict.fromkeys(part.node.all_input_nodes))
-                if "varlen_attention" in str(part.node.target):
-                    segments.add(part.node.args[3])
+            if isinstance(part, fx.Node):
+                self._nodes += (part, *unpacked_from(part))
+                read.update(dict.fromkeys(part.all_input_nodes))
+                if "varlen_attention" in str(part.target):
+                    segments.add(part.args[3])
             else:
                 self._nodes += part.nodes
                 read.update(dict.fromkeys(part.inputs))

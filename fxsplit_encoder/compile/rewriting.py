@@ -68,6 +68,24 @@ def call_function(graph: fx.Graph, target: Any, *args: Any, **kwargs: Any) -> fx
     return node
 
 
+def replace_by_call(node: fx.Node, target: Any, *args: Any) -> None:
+    """Puts a call in the place of a node."""
+    with node.graph.inserting_before(node):
+        call = call_function(node.graph, target, *args)
+    node.replace_all_uses_with(call)
+    node.graph.erase_node(node)
+
+
+def at_every_node(rewrite: Callable[[fx.Node], int]) -> Callable[[fx.GraphModule], int]:
+    """Makes a pass of a function of one node, which returns at how many places it changed the graph."""
+
+    @functools.wraps(rewrite)
+    def run(module: fx.GraphModule) -> int:
+        return sum(map(rewrite, list(module.graph.nodes)))
+
+    return run
+
+
 def node_value(node: fx.Node) -> Any:
     """Returns a node's traced value; redoes the arithmetic of torch's assertions, which carries none."""
     if "val" not in node.meta and node.op == "call_function" and not isinstance(node.target, OpOverload):

@@ -48,9 +48,6 @@ PASSES: Mapping[str, Pass] = {
 DEFAULT_PASSES: Mapping[str, tuple[str, ...]] = {"cpu": ("conv_to_linear",), "cuda": tuple(PASSES)}
 """What `passes: auto` stands for, by the type of the device; on others nothing."""
 
-_LEAST_CAPABILITY = {"decomposed_bias": (9, 0)}
-"""Least compute capability where a pass is a default: cuDNN's kernels for wide heads are of Hopper."""
-
 # Passes that keep parameters in another form, see `compile.derived`.
 _DERIVING = frozenset(
     {
@@ -73,13 +70,12 @@ def default_passes(device: torch.device, policy: InvariantPolicy = BATCH_DEPENDE
     if device.type != "cuda":
         return names
     capability = torch.cuda.get_device_capability(device)
-    # It pays where kernels have activations in their epilogue that torch's have not.
-    left_out = (
-        "" if has_fused_activations(capability) and not policy.one_order_of_sums else "measured_activations"
-    )
-    return tuple(
-        name for name in names if name != left_out and capability >= _LEAST_CAPABILITY.get(name, (0, 0))
-    )
+    pays = {
+        # Where kernels have activations in their epilogue that torch's have not.
+        "measured_activations": has_fused_activations(capability) and not policy.one_order_of_sums,
+        "decomposed_bias": capability >= (9, 0),  # cuDNN's kernels for wide heads are of Hopper
+    }
+    return tuple(name for name in names if pays.get(name, True))
 
 
 def expected_width(width: int, names: Sequence[str] | None, device: torch.device) -> int:

@@ -20,15 +20,21 @@ from fxsplit_encoder.compile.passes.layers import (
     linear_of,
     views_of,
 )
-from fxsplit_encoder.compile.rewriting import call_function, derived_parameter, retrace
+from fxsplit_encoder.compile.rewriting import at_every_node, call_function, derived_parameter, retrace
 from fxsplit_encoder.compile.sizes import expression, shape_exprs
 
 aten = torch.ops.aten
 
 _TILE = 128
 
-# More padding than this part of the width costs more than whole tiles give.
+# More padding than this part of the width costs more than it gains.
 _MOST_PADDING = 1 / 8
+
+
+def padded_width(width: int, step: int) -> int:
+    """Returns the next multiple of a step; the width itself where that does not pay."""
+    padded = -(-width // step) * step
+    return width if padded - width > width * _MOST_PADDING else padded
 
 
 def pad_rows(weight: Tensor, rows: int, parts: int = 1) -> Tensor:
@@ -43,31 +49,25 @@ def pad_columns(weight: Tensor, columns: int, parts: int = 1) -> Tensor:
     return F.pad(each, [0, columns - each.shape[-1]]).flatten(1)
 
 
-def pad_mlp_width(module: fx.GraphModule) -> int:
+@at_every_node
+def pad_mlp_width(node: fx.Node) -> bool:
     """Pads two linear layers with an elementwise function between them, gated or not, whose hidden width is
     no multiple of 128. A gate may be part of the layer that it gates, whose result is cut into equal parts.
 
     Exact: the first layers get rows of zeros, so their further columns are 0; the function f maps those to
     f(0), which has to be finite; the second layer gets columns of zeros, so its sums gain f(0) times 0.
     """
-    changed = 0
-    for node in list(module.graph.nodes):
-        down = linear_of(node)
-        if down is None:
-            continue
-        width = down.in_features
-        padded = -(-width // _TILE) * _TILE
-        if padded == width or padded - width > width * _MOST_PADDING:
-            continue
-        hidden = _hidden(down)
-        if hidden is None:
-            continue
-        with unset_fake_temporarily():
-            is_finite = _is_finite_at_zero(hidden)
-        if is_finite:
-            _pad(module.graph, down, hidden, padded)
-            changed += 1
-    return changed
+    down = linear_of(node)
+    if down is None or (padded := padded_width(down.in_features, _TILE)) == down.in_features:
+        return False
+    hidden = _hidden(down)
+    if hidden is None:
+        return False
+    with unset_fake_temporarily():
+        is_finite = _is_finite_at_zero(hidden, down.rows)
+    if is_finite:
+        _pad(node.graph, down, hidden, padded)
+    return is_finite
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,6 @@ class _Hidden:
     starts: dict[fx.Node, _Start]
     between: list[fx.Node]
     """Elementwise operations and reshapes, in the graph's order."""
-    result: Any
 
     @property
     def layers(self) -> dict[fx.Node, Linear]:
@@ -111,7 +110,7 @@ def _hidden(down: Linear) -> _Hidden | None:
         else:
             return None
     in_order = [node for node in down.node.graph.nodes if node in between]
-    hidden = _Hidden(starts, in_order, down.rows)
+    hidden = _Hidden(starts, in_order)
     views = (view for layer in hidden.layers for view in views_of(layer))
     inside = {*hidden.layers, *views, *between, down.node}
     read_elsewhere = any(user not in inside for node in inside - {down.node} for user in node.users)
@@ -155,7 +154,7 @@ def _tensors(node: fx.Node) -> list[fx.Node]:
     return [n for n in node.all_input_nodes if isinstance(n.meta["val"], torch.Tensor)]
 
 
-def _is_finite_at_zero(hidden: _Hidden) -> bool:
+def _is_finite_at_zero(hidden: _Hidden, result: fx.Node) -> bool:
     """Runs the nodes between the layers on zeros."""
     values: dict[fx.Node, Any] = {
         node: torch.zeros(1, dtype=node.meta["val"].dtype, device="cpu") for node in hidden.starts
@@ -170,7 +169,7 @@ def _is_finite_at_zero(hidden: _Hidden) -> bool:
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: values[n])
         assert callable(node.target)
         values[node] = node.target(*args, **kwargs)
-    return bool(torch.isfinite(values[hidden.result]).all())
+    return bool(torch.isfinite(values[result]).all())
 
 
 def _pad(graph: fx.Graph, down: Linear, hidden: _Hidden, padded: int) -> None:

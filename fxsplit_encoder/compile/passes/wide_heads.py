@@ -14,16 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from fxsplit_encoder.compile.passes.layers import VIEWS, Linear, layer_under, linear_of, views_of
-from fxsplit_encoder.compile.passes.pad_mlp_width import pad_columns
-from fxsplit_encoder.compile.rewriting import call_function, derived_parameter, retrace
+from fxsplit_encoder.compile.passes.pad_mlp_width import pad_columns, padded_width
+from fxsplit_encoder.compile.rewriting import at_every_node, call_function, derived_parameter, retrace
 from fxsplit_encoder.kernels.attention import dense_attention, varlen_attention
 
 aten = torch.ops.aten
 
 _STEP = 16
-
-# More than this part of the width costs the products around attention more than attention gains.
-_MOST_PADDING = 1 / 8
 
 # The dimensions that are not heads and features, of inputs and results: (tokens, heads, width) and (batch,
 # heads, tokens, width).
@@ -46,8 +43,7 @@ class Piece:
 
 def stored_width(width: int) -> int:
     """Returns the stored width of heads, where the graph around attention has the form for it."""
-    wide = -(-width // _STEP) * _STEP
-    return width if wide - width > width * _MOST_PADDING else wide
+    return padded_width(width, _STEP)
 
 
 def arrange_heads(weight: Tensor, pieces: tuple[Piece, ...]) -> Tensor:
@@ -61,21 +57,18 @@ def arrange_heads(weight: Tensor, pieces: tuple[Piece, ...]) -> Tensor:
     return torch.cat(parts)
 
 
-def wide_heads(module: fx.GraphModule) -> int:
+@at_every_node
+def wide_heads(node: fx.Node) -> bool:
     """Pads attention heads whose width is no multiple of 16 with zeros up to the next one.
 
     Exact: products of queries and keys gain zeros as terms; further columns of the values are zero, and so
     are those of the result, which meet columns of zeros in the layer that reads it. Results of linear layers
     are made wide by rows of zeros in their weights; others, as of rotary embeddings, are padded.
     """
-    changed = 0
-    for target in _TOKENS:
-        for node in module.graph.find_nodes(op="call_function", target=target):
-            found = _attention(node)
-            if found is not None:
-                _widen(module.graph, found)
-                changed += 1
-    return changed
+    found = _attention(node) if node.target in _TOKENS else None
+    if found is not None:
+        _widen(node.graph, found)
+    return found is not None
 
 
 @dataclass(frozen=True, slots=True)
