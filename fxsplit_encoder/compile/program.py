@@ -37,23 +37,15 @@ Argument = Any
 
 
 @dataclass(frozen=True, slots=True)
-class TensorInfo:
-    """The traced metadata of a tensor in a slot."""
+class RegionInput:
+    """A tensor that enters the region and changes from call to call."""
 
-    name: str
+    slot: int
     shape: tuple[Size, ...]
     strides: tuple[Size, ...]
     """For which pieces are compiled."""
     dtype: torch.dtype
     device: torch.device
-
-
-@dataclass(frozen=True, slots=True)
-class RegionInput:
-    """A tensor that enters the region and changes from call to call."""
-
-    slot: int
-    info: TensorInfo
     is_segments: bool
     """Whether it is the cumulative lengths of a varlen attention."""
     token_dim: int | None
@@ -114,7 +106,7 @@ class Program:
     symbol_sources: tuple[tuple[str, int, int], ...]
     """(symbol, input, dimension) for each symbol of a size; dimension -1: the input is the number."""
     outputs: tuple[Argument, ...]
-    output_infos: tuple[TensorInfo | None, ...]
+    output_shapes: tuple[tuple[Size, ...] | None, ...]
     input_shapes: tuple[tuple[Size, ...] | None, ...]
     """Traced shapes; None for numbers."""
     token_symbol: str | None
@@ -318,7 +310,7 @@ class BoundProgram:
     @cached_property
     def placements(self) -> dict[str, tuple[torch.device, torch.dtype]]:
         """Traced device and dtype of each input: a bound may stay on the host."""
-        return {name: (entry.info.device, entry.info.dtype) for name, entry in self.region.inputs.items()}
+        return {name: (entry.device, entry.dtype) for name, entry in self.region.inputs.items()}
 
     def symbols(self, inputs: Mapping[str, Tensor]) -> dict[str, int]:
         """Returns the values of the trace's symbols for these inputs."""

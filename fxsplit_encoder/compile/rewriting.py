@@ -18,7 +18,8 @@ aten = torch.ops.aten
 
 _PARAMETER = "is_parameter"
 _CUTS = "splitting_targets"
-_BESIDE = "runs_beside"
+BESIDE = "runs_beside"
+"""Marks nodes between two cuts, which no other node there reads, as a piece for a side stream."""
 
 
 def mark_parameters(graph: fx.Graph, positions: Iterable[int]) -> None:
@@ -48,17 +49,6 @@ def cuts_after_host_ops(module: fx.GraphModule) -> list[fx.Node]:
         elif node.target in targets:
             cuts.append(node)
     return cuts
-
-
-def mark_beside(nodes: Iterable[fx.Node]) -> None:
-    """Marks nodes between two cuts, which no other node there reads, as a piece for a side stream."""
-    for node in nodes:
-        node.meta[_BESIDE] = True
-
-
-def runs_beside(node: fx.Node) -> bool:
-    """Whether `mark_beside` marked a node."""
-    return bool(node.meta.get(_BESIDE))
 
 
 def call_function(graph: fx.Graph, target: Any, *args: Any, **kwargs: Any) -> fx.Node:

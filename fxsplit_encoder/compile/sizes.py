@@ -84,6 +84,20 @@ def shape_exprs(tensor: Tensor) -> tuple[sympy.Expr, ...]:
     return tuple(expression(size) for size in tensor.shape)
 
 
+def symbol_sources(inputs: Sequence[fx.Node]) -> list[tuple[str, int, int]]:
+    """Returns (symbol, input, dimension) for each symbol but those that depend on data; numbers first."""
+    values = [node.meta["val"] for node in inputs]
+    found = [(expression(v), i, -1) for i, v in enumerate(values) if isinstance(v, torch.SymInt)]
+    for index, value in enumerate(values):
+        if isinstance(value, torch.Tensor):
+            found += [(size, index, dim) for dim, size in enumerate(shape_exprs(value))]
+    sources: dict[str, tuple[int, int]] = {}
+    for size, index, dim in found:
+        if size.is_Symbol:
+            sources.setdefault(str(size), (index, dim))
+    return [(symbol, index, dim) for symbol, (index, dim) in sources.items()]
+
+
 def assumptions_of(inputs: Sequence[fx.Node]) -> list[sympy.Basic]:
     """Returns a trace's assumptions on its symbols, from the inputs of the traced graph."""
     return Symbols(node.meta["val"] for node in inputs).assumptions

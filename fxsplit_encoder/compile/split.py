@@ -14,8 +14,8 @@ from fxsplit_encoder._torch.dispatch import OpOverload
 from fxsplit_encoder._torch.symbols import has_hint
 from fxsplit_encoder.compile.options import host_op
 from fxsplit_encoder.compile.pieces import Piece
-from fxsplit_encoder.compile.rewriting import node_value, runs_beside
-from fxsplit_encoder.compile.sizes import expression, symbol_of
+from fxsplit_encoder.compile.rewriting import BESIDE, node_value
+from fxsplit_encoder.compile.sizes import expression, symbol_of, symbol_sources
 from fxsplit_encoder.errors import CompileError
 
 aten = torch.ops.aten
@@ -91,8 +91,8 @@ def _pieces(
     nodes: Sequence[fx.Node], output_args: Iterable[Any], symbols: Mapping[str, fx.Node]
 ) -> list[Piece]:
     """Returns the nodes between two cuts as one piece, or two, the second for a side stream."""
-    aside = [node for node in nodes if runs_beside(node)]
-    rest = [node for node in nodes if not runs_beside(node)]
+    aside = [node for node in nodes if BESIDE in node.meta]
+    rest = [node for node in nodes if BESIDE not in node.meta]
     pieces = ((rest, False), (aside, True))
     return [_piece(part, output_args, symbols, beside=beside) for part, beside in pieces if part]
 
@@ -113,27 +113,18 @@ def _piece(
 
 def _symbol_nodes(graph: fx.Graph) -> dict[str, fx.Node]:
     """Returns a node for the value of every backed symbol of the graph's inputs."""
-    placeholders = graph.find_nodes(op="placeholder")
+    inputs = graph.find_nodes(op="placeholder")
     found: dict[str, fx.Node] = {}
-    for node in placeholders:
-        if name := _backed_symbol(node.meta["val"]):
-            found.setdefault(name, node)
-    for node in placeholders:
-        sizes: Sequence[Any] = node.meta["val"].shape if isinstance(node.meta["val"], torch.Tensor) else ()
-        for dim, size in enumerate(sizes):
-            name = _backed_symbol(size)
-            if name is not None and name not in found:
+    for symbol, index, dim in symbol_sources(inputs):
+        node = inputs[index]
+        size = node.meta["val"] if dim < 0 else node.meta["val"].shape[dim]
+        if has_hint(size):  # others are in no guard
+            if dim >= 0:
                 with graph.inserting_after(node):
-                    found[name] = graph.call_function(aten.sym_size.int, (node, dim))
-                found[name].meta["val"] = size
+                    node = graph.call_function(aten.sym_size.int, (node, dim))
+                node.meta["val"] = size
+            found[symbol] = node
     return found
-
-
-def _backed_symbol(value: Any) -> str | None:
-    """Returns the symbol that a value is, if it had a number while tracing: others are in no guard."""
-    if not isinstance(value, torch.SymInt) or not expression(value).is_Symbol or not has_hint(value):
-        return None
-    return str(expression(value))
 
 
 def _is_symbolic(node: fx.Node) -> bool:

@@ -56,9 +56,6 @@ _DERIVING = frozenset(
     }
 )
 
-# After all passes that see layers by torch's names; marks go to the nodes that it leaves.
-_FIXED_BEFORE = "output_branch"
-
 BEFORE_MASKS = ("folded_adapters",)
 """Passes that run before pad rows are masked: beside a layer an adapter reads attention's result too, so that
 the mask would stand before the layer instead of after it."""
@@ -99,7 +96,8 @@ def passes_for(
         raise ConfigError(f"passes: no pass is called {', '.join(unknown)}; allowed: {', '.join(PASSES)}")
     due: dict[str, Pass] = {}
     for name, run in PASSES.items():
-        if policy.one_order_of_sums and name == _FIXED_BEFORE:
+        # After all passes that see layers by torch's names; marks go to the nodes that it leaves.
+        if policy.one_order_of_sums and name == "output_branch":
             due["fixed_products"] = fixed_products
         if name in chosen and (may_derive or name not in _DERIVING):
             due[name] = run

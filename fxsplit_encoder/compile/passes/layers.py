@@ -8,9 +8,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
-from fxsplit_encoder.compile.rewriting import arguments_of, call_function, is_parameter
+from fxsplit_encoder.compile.rewriting import (
+    arguments_of,
+    call_function,
+    derived_parameter,
+    is_parameter,
+    retrace,
+)
 from fxsplit_encoder.compile.sizes import expression, shape_exprs
 
 aten = torch.ops.aten
@@ -39,11 +45,18 @@ class Linear:
         return int(self.weight.meta["val"].shape[0])
 
     def replace_parameters(self, weight: fx.Node, bias: fx.Node | None) -> None:
-        """Sets other parameters; the caller redoes the traced value."""
+        """Sets other parameters, and redoes the traced value."""
         graph = self.node.graph
         with graph.inserting_before(self.node):
             matrix = call_function(graph, aten.t.default, weight)
         self.node.args = (self.rows, matrix) if bias is None else (bias, self.rows, matrix)
+        retrace(self.node)
+
+    def derive_outputs(self, make: Callable[[Tensor], Tensor]) -> None:
+        """Makes other output features: `make` returns the rows of a weight, or the entries of a bias."""
+        graph = self.node.graph
+        bias = None if self.bias is None else derived_parameter(graph, make, self.bias)
+        self.replace_parameters(derived_parameter(graph, make, self.weight), bias)
 
 
 def linear_of(node: Any) -> Linear | None:

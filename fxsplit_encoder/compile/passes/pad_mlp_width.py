@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,10 +64,11 @@ def pad_mlp_width(node: fx.Node) -> bool:
     hidden = _hidden(down)
     if hidden is None:
         return False
+    starts, between = hidden
     with unset_fake_temporarily():
-        is_finite = _is_finite_at_zero(hidden, down.rows)
+        is_finite = _is_finite_at_zero(starts, between, down.rows)
     if is_finite:
-        _pad(node.graph, down, hidden, padded)
+        _pad(down, starts, between, padded)
     return is_finite
 
 
@@ -78,22 +80,10 @@ class _Start:
     part: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Hidden:
-    """The nodes between the first and the second layers of an MLP."""
-
-    starts: dict[fx.Node, _Start]
-    between: list[fx.Node]
-    """Elementwise operations and reshapes, in the graph's order."""
-
-    @property
-    def layers(self) -> dict[fx.Node, Linear]:
-        """The first layers, by their nodes."""
-        return {start.layer.node: start.layer for start in self.starts.values()}
-
-
-def _hidden(down: Linear) -> _Hidden | None:
-    """Returns None where a node between the layers is not elementwise, or is read elsewhere."""
+def _hidden(down: Linear) -> tuple[dict[fx.Node, _Start], list[fx.Node]] | None:
+    """Returns the results of the first layers, and the elementwise operations and reshapes after them, in
+    order; None where a node between the layers is another, or is read elsewhere.
+    """
     starts: dict[fx.Node, _Start] = {}
     between: set[fx.Node] = set()
     waiting = [down.rows]
@@ -110,11 +100,11 @@ def _hidden(down: Linear) -> _Hidden | None:
         else:
             return None
     in_order = [node for node in down.node.graph.nodes if node in between]
-    hidden = _Hidden(starts, in_order)
-    views = (view for layer in hidden.layers for view in views_of(layer))
-    inside = {*hidden.layers, *views, *between, down.node}
+    layers = {start.layer.node for start in starts.values()}
+    views = (view for layer in layers for view in views_of(layer))
+    inside = {*layers, *views, *between, down.node}
     read_elsewhere = any(user not in inside for node in inside - {down.node} for user in node.users)
-    return hidden if starts and not read_elsewhere else None
+    return (starts, in_order) if starts and not read_elsewhere else None
 
 
 def _start(node: fx.Node, width: int) -> _Start | None:
@@ -154,12 +144,12 @@ def _tensors(node: fx.Node) -> list[fx.Node]:
     return [n for n in node.all_input_nodes if isinstance(n.meta["val"], torch.Tensor)]
 
 
-def _is_finite_at_zero(hidden: _Hidden, result: fx.Node) -> bool:
+def _is_finite_at_zero(starts: Iterable[fx.Node], between: Iterable[fx.Node], result: fx.Node) -> bool:
     """Runs the nodes between the layers on zeros."""
     values: dict[fx.Node, Any] = {
-        node: torch.zeros(1, dtype=node.meta["val"].dtype, device="cpu") for node in hidden.starts
+        node: torch.zeros(1, dtype=node.meta["val"].dtype, device="cpu") for node in starts
     }
-    for node in hidden.between:
+    for node in between:
         if keeps_features(node):
             values[node] = values[node.all_input_nodes[0]]
             continue
@@ -172,17 +162,15 @@ def _is_finite_at_zero(hidden: _Hidden, result: fx.Node) -> bool:
     return bool(torch.isfinite(values[result]).all())
 
 
-def _pad(graph: fx.Graph, down: Linear, hidden: _Hidden, padded: int) -> None:
-    width = down.in_features
-    for layer in hidden.layers.values():
-        rows = functools.partial(pad_rows, rows=padded, parts=layer.out_features // width)
-        bias = None if layer.bias is None else derived_parameter(graph, rows, layer.bias)
-        layer.replace_parameters(derived_parameter(graph, rows, layer.weight), bias)
-        retrace(layer.node)
-    for node, start in hidden.starts.items():
+def _pad(down: Linear, starts: Mapping[fx.Node, _Start], between: Iterable[fx.Node], padded: int) -> None:
+    graph, width = down.node.graph, down.in_features
+    for layer in dict.fromkeys(start.layer for start in starts.values()):
+        parts = layer.out_features // width
+        layer.derive_outputs(functools.partial(pad_rows, rows=padded, parts=parts))
+    for node, start in starts.items():
         if node is not start.layer.node:
             node.replace_all_uses_with(_read(graph, node, start, padded))
-    for node in hidden.between:
+    for node in between:
         if is_reshape(node):
             shape: Any = node.args[1]
             node.args = (node.args[0], [*shape[:-1], padded if shape[-1] == width else shape[-1]])
@@ -191,7 +179,6 @@ def _pad(graph: fx.Graph, down: Linear, hidden: _Hidden, padded: int) -> None:
     current = linear_of(down.node)  # it may have read a first layer as it was
     assert current is not None
     current.replace_parameters(derived_parameter(graph, columns, down.weight), down.bias)
-    retrace(down.node)
 
 
 def _read(graph: fx.Graph, node: fx.Node, start: _Start, padded: int) -> fx.Node:
