@@ -11,10 +11,10 @@ classes, layouts of weights, and attributes, by identity where values cannot be 
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import functools
 import itertools
+import math
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -123,43 +123,33 @@ Number = int | torch.SymInt
 
 
 def take_apart(value: Any, tensors: list[Tensor], numbers: list[int]) -> str:
-    """Returns a value as a Python literal; appends its tensors and numbers. Dynamo traces this."""
+    """Returns a value as Python of `tensors` and `numbers`, to which it appends. Dynamo traces this."""
     kind = type(value)
     if isinstance(value, torch.Tensor):
         tensors.append(value)
-        return f"('tensor', {len(tensors) - 1})"
+        return f"tensors[{len(tensors) - 1}]"
     if value is None or kind in (bool, float, str):
-        return f"('constant', {value!r})"
+        return repr(value)
     if kind is int:
         numbers.append(value)
-        return f"('number', {len(numbers) - 1})"
+        return f"numbers[{len(numbers) - 1}]"
     if kind in (tuple, list):
         parts = ""
         for part in value:  # Dynamo takes longer for a comprehension
             parts += take_apart(part, tensors, numbers) + ", "
-        return f"('{'list' if kind is list else 'tuple'}', [{parts}])"
+        return f"[{parts}]" if kind is list else f"({parts})"
     if kind is dict:
         parts = ""
         for key, part in value.items():
             parts += f"{key!r}: {take_apart(part, tensors, numbers)}, "
-        return f"('dict', {{{parts}}})"
+        return f"{{{parts}}}"
     raise CompileError(f"a block takes a {kind.__name__}, which no op can")
 
 
 def put_together(structure: str, tensors: Sequence[Tensor], numbers: Sequence[Number]) -> Any:
     """Returns the value that `take_apart` took apart, made of these tensors and numbers."""
-
-    def value(literal: Any) -> Any:
-        kind, content = literal
-        if kind == "constant":
-            return content
-        if kind in ("tensor", "number"):
-            return (tensors if kind == "tensor" else numbers)[content]
-        if kind == "dict":
-            return {key: value(v) for key, v in content.items()}
-        return [*map(value, content)] if kind == "list" else tuple(map(value, content))
-
-    return value(ast.literal_eval(structure))
+    names = {"tensors": tensors, "numbers": numbers, "inf": math.inf, "nan": math.nan}
+    return eval(structure, {"__builtins__": {}, **names})
 
 
 class Group:

@@ -395,16 +395,16 @@ def _reshape(view: NodeView) -> State:
 
 
 def _permute(view: NodeView) -> State:
-    """permute(x, dims): dimension i of the result is dimension dims[i] of x."""
-    permutation = [view.dim(d) for d in view.arg(1)]
-    return view.rows_of().at(permutation.index(view.rows_of().dim))
-
-
-def _transpose(view: NodeView) -> State:
-    """transpose(x, a, b), t: two dimensions change places."""
-    first, second = (0, 1) if view.name == "t" else (view.dim(view.arg(1)), view.dim(view.arg(2)))
-    rows = view.rows_of()
-    return rows.at({first: second, second: first}.get(rows.dim, rows.dim)) if view.rank() > 1 else rows
+    """permute(x, dims): dimension i of the result is dimension dims[i] of x; transpose(x, a, b) and t
+    exchange two dimensions.
+    """
+    dims = [*range(view.rank())]
+    if view.name == "permute":
+        dims = [view.dim(d) for d in view.arg(1)]
+    elif len(dims) > 1:
+        first, second = (0, 1) if view.name == "t" else map(view.dim, view.args[1:3])
+        dims[first], dims[second] = second, first
+    return view.rows_of().at(dims.index(view.rows_of().dim))
 
 
 def _unsqueeze(view: NodeView) -> State:
@@ -514,8 +514,7 @@ RULES: dict[str, Rule] = _by_operation(
         _group_norm: "native_group_norm",
         _batch_norm: "_native_batch_norm_legit_no_training",
         _reshape: " ".join(RESHAPES),
-        _permute: "permute",
-        _transpose: "transpose t",
+        _permute: "permute transpose t",
         _unsqueeze: "unsqueeze",
         _squeeze: "squeeze",
         _slice: "slice",
