@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -87,9 +87,7 @@ def _require_symbolic(node: fx.Node) -> None:
         )
 
 
-def _pieces(
-    nodes: Sequence[fx.Node], output_args: Iterable[Any], symbols: Mapping[str, fx.Node]
-) -> list[Piece]:
+def _pieces(nodes: Sequence[fx.Node], output_args: Iterable[Any], symbols: Iterable[fx.Node]) -> list[Piece]:
     """Returns the nodes between two cuts as one piece, or two, the second for a side stream."""
     aside = [node for node in nodes if BESIDE in node.meta]
     rest = [node for node in nodes if BESIDE not in node.meta]
@@ -98,7 +96,7 @@ def _pieces(
 
 
 def _piece(
-    nodes: list[fx.Node], output_args: Iterable[Any], symbols: Mapping[str, fx.Node], *, beside: bool
+    nodes: list[fx.Node], output_args: Iterable[Any], symbols: Iterable[fx.Node], *, beside: bool
 ) -> Piece:
     inside = set(nodes)
     returned = {a for a in output_args if isinstance(a, fx.Node)}
@@ -106,16 +104,16 @@ def _piece(
     if any(_is_symbolic(node) for node in (*inputs, *nodes)):
         # A compiler cannot solve (s // 16) ** 2 for s, and Inductor's cache looks for every symbol that the
         # trace has guards on among a graph's own inputs.
-        inputs.update(dict.fromkeys(symbols.values()))
+        inputs.update(dict.fromkeys(symbols))
     outputs = [n for n in nodes if n in returned or any(user not in inside for user in n.users)]
     return Piece(tuple(nodes), tuple(inputs), tuple(outputs), beside)
 
 
-def _symbol_nodes(graph: fx.Graph) -> dict[str, fx.Node]:
+def _symbol_nodes(graph: fx.Graph) -> list[fx.Node]:
     """Returns a node for the value of every backed symbol of the graph's inputs."""
     inputs = graph.find_nodes(op="placeholder")
-    found: dict[str, fx.Node] = {}
-    for symbol, index, dim in symbol_sources(inputs):
+    found: list[fx.Node] = []
+    for _, index, dim in symbol_sources(inputs):
         node = inputs[index]
         size = node.meta["val"] if dim < 0 else node.meta["val"].shape[dim]
         if has_hint(size):  # others are in no guard
@@ -123,7 +121,7 @@ def _symbol_nodes(graph: fx.Graph) -> dict[str, fx.Node]:
                 with graph.inserting_after(node):
                     node = graph.call_function(aten.sym_size.int, (node, dim))
                 node.meta["val"] = size
-            found[symbol] = node
+            found.append(node)
     return found
 
 
