@@ -30,7 +30,7 @@ from fxsplit_encoder.capture.buffers import SharedBuffers
 from fxsplit_encoder.capture.forward import CaptureRequest
 from fxsplit_encoder.capture.pool import GraphPool
 from fxsplit_encoder.compile.blocks import LiveWeights
-from fxsplit_encoder.compile.program import Argument, Bindings, NamedRegion, Program, Ref, TensorInfo
+from fxsplit_encoder.compile.program import Argument, Bindings, NamedRegion, Program, Ref
 from fxsplit_encoder.compile.sizes import Size
 from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.errors import WeightsMovedError
@@ -128,7 +128,7 @@ class BudgetDispatcher:
         self._region = NamedRegion(program, slots)  # whose inputs have no names but those of their slots
         self._parameters = CallParameters(program, weights)
         self._has_warned = False
-        self._outputs = tuple(map(Output.of, program.outputs, program.output_infos))
+        self._outputs = tuple(map(Output.of, program.outputs, program.output_shapes))
         self.known_budgets: ProgramBudgets | None = None
         self._plans: Recent[tuple[Any, ...], PathPlan] = Recent(_KEPT_PLANS)
         self._lock = threading.RLock()
@@ -516,10 +516,9 @@ class Output:
     """The dimensions whose sizes differ from call to call, with their sizes."""
 
     @classmethod
-    def of(cls, argument: Argument, info: TensorInfo | None) -> Output:
-        """Makes it from an output of the program and its traced info."""
-        shape = () if info is None else info.shape
-        return cls(argument, tuple((dim, size) for dim, size in enumerate(shape) if size.symbols))
+    def of(cls, argument: Argument, shape: Sequence[Size] | None) -> Output:
+        """Makes it from an output of the program and its traced shape."""
+        return cls(argument, tuple((dim, size) for dim, size in enumerate(shape or ()) if size.symbols))
 
     def of_call(self, replayed: Any, bindings: Bindings) -> tuple[Any, bool]:
         """Returns the replayed output at its true size, and whether the next replay overwrites it."""

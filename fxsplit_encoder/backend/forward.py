@@ -170,7 +170,7 @@ class ProgramForward(CallForward):
 
     def _input_bytes(self, symbols: Mapping[str, int]) -> int:
         return sum(
-            math.prod(size(symbols) for size in entry.info.shape) * entry.info.dtype.itemsize
+            math.prod(size(symbols) for size in entry.shape) * entry.dtype.itemsize
             for entry in self.region.program.region_inputs
             if not entry.is_segments
         )
@@ -179,17 +179,17 @@ class ProgramForward(CallForward):
         self, name: str, entry: RegionInput, symbols: Mapping[str, int], tokens: int, rows: int
     ) -> Tensor:
         program = self.region.program
-        device, dtype = program.device, entry.info.dtype
+        device, dtype = program.device, entry.dtype
         if entry.is_segments and not program.padding.segments_may_grow:
-            return full_cu_seqlens(entry.info.shape[0](symbols) - 1, rows, 1).to(device, dtype)
+            return full_cu_seqlens(entry.shape[0](symbols) - 1, rows, 1).to(device, dtype)
         if entry.is_segments:
             capacity = self.budgets.segment_entries(entry.slot, tokens) - 1
             segments = 1 if self.budgets.segment_factor(entry.slot) == 1 else capacity
             return full_cu_seqlens(capacity, rows, segments).to(device, dtype)
-        shape = [size(symbols) for size in entry.info.shape]
+        shape = [size(symbols) for size in entry.shape]
         # Zeros would make the times that `auto` compares too short.
         make = example_values if dtype.is_floating_point else torch.zeros
-        strides = [size(symbols) for size in entry.info.strides]
+        strides = [size(symbols) for size in entry.strides]
         return _stored_as(name, make(shape, device=device, dtype=dtype), strides)
 
 

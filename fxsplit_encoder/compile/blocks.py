@@ -11,14 +11,13 @@ classes, layouts of weights, and attributes, by identity where values cannot be 
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import functools
 import itertools
+import math
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from operator import getitem
 from typing import Any
 
 import sympy
@@ -67,7 +66,7 @@ def equal_modules(root: nn.Module) -> list[list[nn.Module]]:
 
 def _is_plain(module: nn.Module) -> bool:
     """Whether forward is its class's, weights are plain tensors, and no hook of a submodule keeps values."""
-    if "forward" in vars(module):
+    if "forward" in vars(module).keys() - _unread(module):
         return False
     inner = (submodule for submodule in module.modules() if submodule is not module)
     hooks = (hook for submodule in inner for hook in hooks_of(submodule))
@@ -89,8 +88,14 @@ def _description(module: nn.Module) -> Any:
             ),
         )
         for name, submodule in module.named_modules(remove_duplicate=False)
-        for unread in ({*INTERNALS, *(unread_of(submodule) if is_adapter_layer(submodule) else ())},)
+        for unread in (_unread(submodule),)
     )
+
+
+def _unread(module: nn.Module) -> set[str]:
+    """Returns the attributes that no forward of the module's class reads, ours among them."""
+    of_ops = ("forward", PLACE) if PLACE in vars(module) else ()
+    return {*INTERNALS, *of_ops, *(unread_of(module) if is_adapter_layer(module) else ())}
 
 
 def _layout(tensor: torch.Tensor | None) -> Any:
@@ -118,43 +123,33 @@ Number = int | torch.SymInt
 
 
 def take_apart(value: Any, tensors: list[Tensor], numbers: list[int]) -> str:
-    """Returns a value as a Python literal; appends its tensors and numbers. Dynamo traces this."""
+    """Returns a value as Python of `tensors` and `numbers`, to which it appends. Dynamo traces this."""
     kind = type(value)
     if isinstance(value, torch.Tensor):
         tensors.append(value)
-        return f"('tensor', {len(tensors) - 1})"
+        return f"tensors[{len(tensors) - 1}]"
     if value is None or kind in (bool, float, str):
-        return f"('constant', {value!r})"
+        return repr(value)
     if kind is int:
         numbers.append(value)
-        return f"('number', {len(numbers) - 1})"
+        return f"numbers[{len(numbers) - 1}]"
     if kind in (tuple, list):
         parts = ""
         for part in value:  # Dynamo takes longer for a comprehension
             parts += take_apart(part, tensors, numbers) + ", "
-        return f"('{'list' if kind is list else 'tuple'}', [{parts}])"
+        return f"[{parts}]" if kind is list else f"({parts})"
     if kind is dict:
         parts = ""
         for key, part in value.items():
             parts += f"{key!r}: {take_apart(part, tensors, numbers)}, "
-        return f"('dict', {{{parts}}})"
+        return f"{{{parts}}}"
     raise CompileError(f"a block takes a {kind.__name__}, which no op can")
 
 
 def put_together(structure: str, tensors: Sequence[Tensor], numbers: Sequence[Number]) -> Any:
     """Returns the value that `take_apart` took apart, made of these tensors and numbers."""
-
-    def value(literal: Any) -> Any:
-        kind, content = literal
-        if kind == "constant":
-            return content
-        if kind in ("tensor", "number"):
-            return (tensors if kind == "tensor" else numbers)[content]
-        if kind == "dict":
-            return {key: value(v) for key, v in content.items()}
-        return [*map(value, content)] if kind == "list" else tuple(map(value, content))
-
-    return value(ast.literal_eval(structure))
+    names = {"tensors": tensors, "numbers": numbers, "inf": math.inf, "nan": math.nan}
+    return eval(structure, {"__builtins__": {}, **names})
 
 
 class Group:
@@ -178,7 +173,7 @@ class Group:
         if fake_mode_of(tensors) is not self._fake_mode:
             self._forget(fake_mode_of(tensors))
             weights = weights_of(self.blocks[0]).values()
-            self._weights = [fake_weight(self._fake_mode, w) for w in weights]
+            self._weights = [self._fake_mode.from_tensor(w, static_shapes=True) for w in weights]
         key = _key(tensors, numbers, structure)
         if key not in self._results:
             output = self._run(tensors, numbers, structure, self._weights)
@@ -250,8 +245,7 @@ class LiveWeights:
 
     def __init__(self) -> None:
         self._towers: dict[nn.Module, nn.Module] = {}
-        self._holders: list[dict[str, Any]] = []
-        self._keys: list[str] = []
+        self._places: list[tuple[dict[str, Any], str]] = []
         self._watched: list[tuple[Structure, list[bool]]] = []
         self._held: Held | None = None
         self._last: list[Tensor] = []
@@ -260,12 +254,11 @@ class LiveWeights:
         """Adds a weight by its name in a block of the group."""
         path, _, key = name.rpartition(".")
         parameters, buffers = tensors_of(block.get_submodule(path))
-        self._holders.append(parameters if key in parameters else buffers)
-        self._keys.append(key)
+        self._places.append((parameters if key in parameters else buffers, key))
         self._towers[block] = group.tower
 
     def __len__(self) -> int:
-        return len(self._keys)
+        return len(self._places)
 
     def watch(self) -> None:
         """Records the towers' structure, and drops Dynamo's guards on blocks, more than half of a tower's."""
@@ -291,22 +284,15 @@ class LiveWeights:
         return self._last
 
     def _look_up(self) -> None:
-        held = Held({id(holder): holder for holder in self._holders}.values())
+        held = Held({id(holder): holder for holder, _ in self._places}.values())
         try:
-            self._last = list(map(getitem, self._holders, self._keys))
+            self._last = [holder[key] for holder, key in self._places]
         except KeyError as error:
             raise InputError(
                 f"parameters: {error} of a compiled block was removed since; put it back, or compile again "
                 "after torch._dynamo.reset()"
             ) from None
         self._held = held
-
-
-def fake_weight(fake_mode: Any, weight: Tensor) -> Tensor:
-    """Returns a traced value for a weight, of constant sizes."""
-    value = fake_mode.from_tensor(weight, static_shapes=True)
-    assert isinstance(value, torch.Tensor)
-    return value
 
 
 def _key(tensors: Sequence[Tensor], numbers: Sequence[Number], structure: str) -> Any:
@@ -331,9 +317,8 @@ class BlockOps:
 
     def __init__(self) -> None:
         self.groups: dict[int, Group] = {}
-        self.begun: list[nn.Module] = []
-        """Modules between `begin_blocks` and `end_blocks`."""
-        self.begun_groups: list[int] = []
+        self.begun: dict[nn.Module, list[int]] = {}
+        """Groups of the modules between `begin_blocks` and `end_blocks`."""
         self.compilation: Any = None
         """The one of `begun`."""
         self.refused: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -344,17 +329,13 @@ class BlockOps:
 
     def make(self, module: nn.Module) -> list[int]:
         """Makes the equal blocks of a module ops; returns the numbers of their groups."""
-        with _uninstalled(module):
-            found = equal_modules(module)
-        numbers = [self._number(blocks[0]) for blocks in found]
-        _install(module, dict(zip(numbers, found, strict=True)))
-        self.groups.update((n, Group(blocks, module)) for n, blocks in zip(numbers, found, strict=True))
-        return numbers
-
-    def _number(self, first: nn.Module) -> int:
-        if first not in self._numbers:
-            self._numbers[first] = next(self._next_number)
-        return self._numbers[first]
+        found = {
+            self._numbers.setdefault(blocks[0], next(self._next_number)): blocks
+            for blocks in equal_modules(module)
+        }
+        _install(module, found)
+        self.groups.update((number, Group(blocks, module)) for number, blocks in found.items())
+        return list(found)
 
     def end(self, numbers: Iterable[int]) -> None:
         """Makes the blocks of these groups run as modules; they keep a `forward` that calls their own."""
@@ -377,18 +358,6 @@ def equal_blocks_as_ops(module: nn.Module) -> Iterator[int]:
         for block in untouched:
             if PLACE in vars(block):
                 del block.forward, block._fxsplit_place
-
-
-@contextlib.contextmanager
-def _uninstalled(module: nn.Module) -> Iterator[None]:
-    """Removes the attributes of `_install`, by which no two blocks are equal."""
-    installed = [vars(block) for block in module.modules() if PLACE in vars(block)]
-    given = [(own.pop("forward"), own.pop(PLACE)) for own in installed]
-    try:
-        yield
-    finally:
-        for own, (own_forward, place) in zip(installed, given, strict=True):
-            own["forward"], own[PLACE] = own_forward, place
 
 
 def _install(module: nn.Module, groups: Mapping[int, Sequence[nn.Module]]) -> None:
@@ -457,21 +426,19 @@ def begin_blocks(module: nn.Module) -> bool:
     if not any(getattr(backend, "_fxsplit_takes_blocks", False) for backend in backends_in_use()):
         return False
     if module not in ops.begun:
-        ops.begun.append(module)
-        ops.begun_groups += ops.make(module)
+        ops.begun[module] = ops.make(module)
         ops.compilation = compilation
     return True
 
 
 def end_blocks(*, refused: bool = False) -> bool:
     """Ends the ops of `begin_blocks`, for good if `refused`; returns whether there were any."""
-    had_blocks = bool(block_ops.begun_groups)
-    block_ops.end(block_ops.begun_groups)
+    begun, block_ops.begun = block_ops.begun, {}
+    numbers = [*itertools.chain.from_iterable(begun.values())]
+    block_ops.end(numbers)
     if refused:
-        block_ops.refused.update(block_ops.begun)
-    block_ops.begun_groups.clear()
-    block_ops.begun.clear()
-    return had_blocks
+        block_ops.refused.update(begun)
+    return bool(numbers)
 
 
 def inline_blocks(module: fx.GraphModule) -> LiveWeights:
@@ -523,7 +490,7 @@ class _Inlining:
         assert self._last_input is not None
         with self.graph.inserting_after(self._last_input):
             self._last_input = self.graph.placeholder(f"weight_{len(self.weights)}")
-        self._last_input.meta["val"] = fake_weight(fake_mode, weight)
+        self._last_input.meta["val"] = fake_mode.from_tensor(weight, static_shapes=True)
         return self._last_input
 
     def _copy_body(self, call: fx.Node, body: fx.GraphModule, copies: dict[fx.Node, fx.Node]) -> fx.Node:

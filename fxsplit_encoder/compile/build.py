@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import itertools
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeAlias
 
 import sympy
 import torch
@@ -22,7 +24,7 @@ from fxsplit_encoder.compile.masks import mask_pad_rows
 from fxsplit_encoder.compile.options import TRACING_PHASES, CompileOptions, host_op, splitting_targets
 from fxsplit_encoder.compile.passes import BEFORE_MASKS, passes_for, run_passes
 from fxsplit_encoder.compile.pieces import Piece, PieceCache, piece_compiler
-from fxsplit_encoder.compile.program import Argument, Program, Ref, RegionInput, TensorInfo
+from fxsplit_encoder.compile.program import Argument, Program, Ref, RegionInput
 from fxsplit_encoder.compile.rewriting import (
     derivation,
     fold_host_constants,
@@ -31,8 +33,8 @@ from fxsplit_encoder.compile.rewriting import (
     node_value,
     permute_rows,
 )
-from fxsplit_encoder.compile.sizes import Size, assumptions_of, expression, guards_of, shape_exprs
-from fxsplit_encoder.compile.split import Cut, SplitGraph, is_scalar, split_graph, token_count_of
+from fxsplit_encoder.compile.sizes import Size, assumptions_of, guards_of, symbol_sources
+from fxsplit_encoder.compile.split import Part, is_scalar, split_graph, token_count_of, unpacked_from
 from fxsplit_encoder.errors import CompileError
 from fxsplit_encoder.kernels.attention.ahead import compile_ahead, heads_of
 from fxsplit_encoder.kernels.products.measured import compile_ahead as compile_products_ahead
@@ -70,59 +72,59 @@ def build_program(
         check_rows(module, device, options.piece_compiler)
     if options.observe is not None:
         options.observe(module)
-    graph = split_graph(module, targets)
-    return _assemble(module, graph, frozenset(static_inputs), num_rows, options, device, report)
+    parts = split_graph(module, targets)
+    return _assemble(module, parts, frozenset(static_inputs), num_rows, options, device, report)
 
 
 def _assemble(
     module: fx.GraphModule,
-    graph: SplitGraph,
+    parts: Sequence[Part],
     static_inputs: frozenset[int],
     num_rows: fx.Node | None,
     options: CompileOptions,
     device: torch.device,
     pass_report: Mapping[str, int],
 ) -> Program:
-    token_symbol, unknown = token_count_of(graph.parts, options.splitting_ops)
+    token_symbol, unknown = token_count_of(parts, options.splitting_ops)
     if options.requires_tokens and unknown:
         raise CompileError(unknown)
-    derived = {n: found for n in graph.placeholders if (found := derivation(n)) is not None}
+    placeholders, held = (module.graph.find_nodes(op=op) for op in ("placeholder", "get_attr"))
+    returned: Any = module.graph.output_node().args[0]
+    derived = {n: found for n in placeholders if (found := derivation(n)) is not None}
     made_here = {*derived} if num_rows is None else {num_rows, *derived}
-    inputs = [n for n in graph.placeholders if n not in made_here]
-    slots = Slots()
-    for node in (*inputs, *graph.constants, *derived):
-        slots.of(node)
+    inputs = [n for n in placeholders if n not in made_here]
+    slots: Slots = defaultdict(itertools.count().__next__)
+    for node in (*inputs, *held, *derived):
+        slots[node]  # numbers it
     cache = PieceCache(piece_compiler(options.piece_compiler, device, options.policy))
-    steps = with_joins(make_steps(graph.parts, slots, cache, options))
-    outputs = tuple(slots.argument(a) for a in graph.output_args)
-    kept = {*slots_in(outputs), *(slots.of(n) for n in (*graph.placeholders, *graph.constants))}
+    steps = with_joins(make_steps(parts, slots, cache, options))
+    outputs = tuple(as_argument(a, slots) for a in returned)
+    kept = {*slots_in(outputs), *(slots[n] for n in (*placeholders, *held))}
     region_start = max((i + 1 for i, step in enumerate(steps) if step.kind == "host"), default=0)
-    fixed = {*made_here, *graph.constants, *(inputs[i] for i in static_inputs)}
-    region = Region(graph.parts[region_start:], graph.output_args, fixed, slots, token_symbol)
+    fixed = {*made_here, *held, *(inputs[i] for i in static_inputs)}
+    region = Region(parts[region_start:], returned, fixed, slots, token_symbol)
     report = region.prove(assumptions_of(inputs))
     if options.policy.one_order_of_sums:
         check_proof(report, token_symbol)
-    hosts = ((host_op(part.node.target), part.node) for part in graph.parts if isinstance(part, Cut))
+    hosts = ((host_op(part.target), part) for part in parts if isinstance(part, fx.Node))
     if any(op and op.declares_padding and op.declares_padding(*node.args) for op, node in hosts):
         report = replace(report, declared=True)
     ops: list[Any] = [node.target for node in module.graph.nodes]
     recipes = [
-        DerivedParameter(slots.of(node), tuple(map(slots.of, sources)), make, is_kept=bool(node.users))
+        DerivedParameter(slots[node], tuple(slots[each] for each in sources), make, is_kept=bool(node.users))
         for node, (make, sources) in derived.items()
     ]
     return Program(
         steps=tuple(with_frees(steps, kept)),
         num_inputs=len(inputs),
-        num_rows_slot=None if num_rows is None else slots.of(num_rows),
+        num_rows_slot=None if num_rows is None else slots[num_rows],
         num_slots=len(slots),
-        constants={slots.of(n): _attribute(module, n) for n in graph.constants},
+        constants={slots[n]: _attribute(module, n) for n in held},
         static_inputs=static_inputs,
-        symbol_sources=tuple(_symbol_sources(inputs)),
+        symbol_sources=tuple(symbol_sources(inputs)),
         outputs=outputs,
-        output_infos=tuple(
-            tensor_info(a) if isinstance(a, fx.Node) and not is_scalar(a) else None for a in graph.output_args
-        ),
-        input_shapes=tuple(None if is_scalar(n) else tensor_info(n).shape for n in inputs),
+        output_shapes=tuple(map(shape_of, returned)),
+        input_shapes=tuple(map(shape_of, inputs)),
         token_symbol=token_symbol,
         collectives=tuple(dict.fromkeys(op.name() for op in ops if calls_other_ranks(op))),
         region_start=region_start,
@@ -143,59 +145,36 @@ def _attribute(module: fx.GraphModule, node: fx.Node) -> torch.Tensor:
     return value
 
 
-def _symbol_sources(inputs: Sequence[fx.Node]) -> list[tuple[str, int, int]]:
-    """Returns (symbol, input, dimension) for each symbol but those that depend on data; numbers first."""
-    values = [node.meta["val"] for node in inputs]
-    found = [(expression(v), i, -1) for i, v in enumerate(values) if isinstance(v, torch.SymInt)]
-    for index, value in enumerate(values):
-        if isinstance(value, torch.Tensor):
-            found += [(size, index, dim) for dim, size in enumerate(shape_exprs(value))]
-    sources: dict[str, tuple[int, int]] = {}
-    for size, index, dim in found:
-        if size.is_Symbol:
-            sources.setdefault(str(size), (index, dim))
-    return [(symbol, index, dim) for symbol, (index, dim) in sources.items()]
+Slots: TypeAlias = defaultdict[fx.Node, int]
+"""Numbers of the nodes that have values, in order of first use."""
 
 
-class Slots:
-    """Numbers the nodes that have values, in order of first use."""
-
-    def __init__(self) -> None:
-        self._numbers: dict[fx.Node, int] = {}
-
-    def __len__(self) -> int:
-        return len(self._numbers)
-
-    def of(self, node: fx.Node) -> int:
-        """Returns the slot of a node's value."""
-        return self._numbers.setdefault(node, len(self._numbers))
-
-    def argument(self, argument: Any) -> Argument:
-        """Returns a node's argument as that of a step."""
-        if isinstance(argument, fx.Node):
-            return Size.of(node_value(argument)) if is_scalar(argument) else Ref(self.of(argument))
-        if isinstance(argument, list | tuple):
-            return type(argument)(self.argument(a) for a in argument)
-        return argument
+def as_argument(argument: Any, slots: Slots) -> Argument:
+    """Returns a node's argument as that of a step."""
+    if isinstance(argument, fx.Node):
+        return Size.of(node_value(argument)) if is_scalar(argument) else Ref(slots[argument])
+    if isinstance(argument, list | tuple):
+        return type(argument)(as_argument(a, slots) for a in argument)
+    return argument
 
 
-def tensor_info(node: fx.Node) -> TensorInfo:
-    """Returns the traced metadata of a node's tensor."""
-    value = node.meta["val"]
-    shape, strides = (tuple(map(Size.of, numbers)) for numbers in (value.shape, value.stride()))
-    return TensorInfo(node.name, shape, strides, value.dtype, value.device)
+def shape_of(node: Any) -> tuple[Size, ...] | None:
+    """Returns the traced shape of an input or output; None for numbers."""
+    return None if not isinstance(node, fx.Node) or is_scalar(node) else _sizes(node.meta["val"].shape)
 
 
-def make_steps(
-    parts: Sequence[Piece | Cut], slots: Slots, cache: PieceCache, options: CompileOptions
-) -> list[Step]:
+def _sizes(numbers: Iterable[int | torch.SymInt]) -> tuple[Size, ...]:
+    return tuple(map(Size.of, numbers))
+
+
+def make_steps(parts: Sequence[Part], slots: Slots, cache: PieceCache, options: CompileOptions) -> list[Step]:
     """Returns the steps of a graph's parts, in order; compiles the distinct pieces and reports progress."""
     steps: list[Step] = []
-    num_pieces = sum(1 for part in parts if not isinstance(part, Cut))
+    num_pieces = sum(isinstance(part, Piece) for part in parts)
     done = TRACING_PHASES
     options.report(done, num_pieces)
     for part in parts:
-        if isinstance(part, Cut):
+        if isinstance(part, fx.Node):
             steps.append(_cut_step(part, slots))
             continue
         steps.append(_piece_step(part, f"piece_{done - TRACING_PHASES}", slots, cache))
@@ -210,9 +189,9 @@ def _piece_step(piece: Piece, name: str, slots: Slots, cache: PieceCache) -> Ste
         kind="piece",
         name=name,
         call=call,
-        args=tuple(slots.argument(n) for n in piece.inputs),
+        args=tuple(as_argument(n, slots) for n in piece.inputs),
         kwargs={},
-        outputs=tuple(slots.of(n) for n in piece.outputs),
+        outputs=tuple(slots[n] for n in piece.outputs),
         returns_tensor=False,
         distinct=distinct,
         nodes=tuple(node.name for node in piece.nodes),
@@ -220,22 +199,22 @@ def _piece_step(piece: Piece, name: str, slots: Slots, cache: PieceCache) -> Ste
     )
 
 
-def _cut_step(cut: Cut, slots: Slots) -> Step:
-    node = cut.node
+def _cut_step(node: fx.Node, slots: Slots) -> Step:
     returns_tensor = isinstance(node.meta["val"], torch.Tensor)
     if returns_tensor:
-        outputs: tuple[int, ...] = (slots.of(node),)
+        outputs: tuple[int, ...] = (slots[node],)
     else:
-        by_index = {int(n.args[1]): slots.of(n) for n in cut.unpacked}  # type: ignore[arg-type]
+        by_index = {int(n.args[1]): slots[n] for n in unpacked_from(node)}  # type: ignore[arg-type]
         outputs = tuple(by_index.get(i, -1) for i in range(len(node.meta["val"])))
-    call = host_op(node.target) or node.target
+    host = host_op(node.target)
+    call = host or node.target
     assert callable(call)
     return Step(
-        kind="host" if cut.is_host else "split",
+        kind="split" if host is None else "host",
         name=node.name,
         call=call,
-        args=tuple(slots.argument(a) for a in node.args),
-        kwargs={k: slots.argument(v) for k, v in node.kwargs.items()},
+        args=tuple(as_argument(a, slots) for a in node.args),
+        kwargs={k: as_argument(v, slots) for k, v in node.kwargs.items()},
         outputs=outputs,
         returns_tensor=returns_tensor,
         nodes=(node.name,),
@@ -292,7 +271,7 @@ class Region:
 
     def __init__(
         self,
-        parts: Sequence[Piece | Cut],
+        parts: Sequence[Part],
         outputs: Sequence[Any],
         fixed: Collection[fx.Node],
         slots: Slots,
@@ -304,11 +283,11 @@ class Region:
         segments: set[Any] = set()
         permutations: set[Any] = set()
         for part in parts:
-            if isinstance(part, Cut):
-                self._nodes += (part.node, *part.unpacked)
-                read.update(dict.fromkeys(part.node.all_input_nodes))
-                if "varlen_attention" in str(part.node.target):
-                    segments.add(part.node.args[3])
+            if isinstance(part, fx.Node):
+                self._nodes += (part, *unpacked_from(part))
+                read.update(dict.fromkeys(part.all_input_nodes))
+                if "varlen_attention" in str(part.target):
+                    segments.add(part.args[3])
             else:
                 self._nodes += part.nodes
                 read.update(dict.fromkeys(part.inputs))
@@ -318,8 +297,11 @@ class Region:
         known = {*self._nodes, *fixed}
         self.inputs = {
             node: RegionInput(
-                slot=slots.of(node),
-                info=tensor_info(node),
+                slot=slots[node],
+                shape=_sizes(node.meta["val"].shape),
+                strides=_sizes(node.meta["val"].stride()),
+                dtype=node.meta["val"].dtype,
+                device=node.meta["val"].device,
                 is_segments=node in segments,
                 token_dim=None
                 if node in segments or token_symbol is None
@@ -342,7 +324,7 @@ class Region:
         ]
         used = {symbol for value in values for symbol in _symbols_in(value)}
         counted = [entry for entry in self.inputs.values() if with_segments or not entry.is_segments]
-        sizes = [size for entry in counted for size in entry.info.shape]
+        sizes = [size for entry in counted for size in entry.shape]
         used |= {symbol for size in sizes for symbol in size.symbols}
         return tuple(sorted(used - {self._token_symbol or ""}))
 

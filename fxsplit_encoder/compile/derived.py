@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
-import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
@@ -31,14 +30,12 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: 
 
 
 class Fingerprints:
-    """Sampled bits of tensors at the last `take`. A copy or a pickle has none."""
+    """Sampled bits of tensors at the last `take`."""
 
     def __init__(self) -> None:
-        self._on_host: _HostSamples | None = None
+        self._read: list[Callable[[], bytes]] = []
+        self._before: list[bytes] = []
         self._on_device: _DeviceSamples | None = None
-
-    def __reduce__(self) -> Any:
-        return Fingerprints, ()
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -49,7 +46,8 @@ class Fingerprints:
         device = next((each.device for each in dense if each.is_cuda), None) if _HAS_TRITON else None
         on_device = [each for each in dense if each.device == device]
         on_host = [each for each in dense if each.device != device]
-        self._on_host = _HostSamples(on_host) if on_host else None
+        self._read = [_reader(each.view(_INTEGERS[each.element_size()])) for each in on_host]
+        self._before = [read() for read in self._read]
         if self._on_device is None or not self._on_device.take(on_device):
             self._on_device = _DeviceSamples(on_device) if on_device else None
 
@@ -58,29 +56,18 @@ class Fingerprints:
         a capture has to keep alive.
         """
         if self._on_device is not None:
-            self._on_device.compare()
+            self._on_device.run(takes=False)
         return self._on_device
 
     def have_changed(self) -> bool:
         """Whether bits have changed, on CUDA by the comparisons that have run."""
         if self._on_device is not None and self._on_device.have_changed():
             return True
-        return self._on_host is not None and self._on_host.have_changed()
-
-
-class _HostSamples:
-    """Samples compared on the host; of CPU tensors by NumPy, since recordings of torch's calls miss it."""
-
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._read = [_reader(each.view(_INTEGERS[each.element_size()])) for each in tensors]
-        self._before = [read() for read in self._read]
-
-    def have_changed(self) -> bool:
-        now = (read() for read in self._read)
-        return any(map(operator.ne, now, self._before))
+        return any(read() != before for read, before in zip(self._read, self._before, strict=True))
 
 
 def _reader(bits: Tensor) -> Callable[[], bytes]:
+    """Reads samples to the host; of CPU tensors by NumPy, since recordings of torch's calls miss it."""
     positions = _positions(bits.numel())
     if bits.device.type == "cpu":
         memory = np.atleast_1d(bits.numpy())  # not a copy
@@ -117,13 +104,10 @@ class _DeviceSamples:
         self._taken += 1
         self._addresses.copy_(_addresses(tensors))
         self._state[:1].fill_(self._taken)
-        self._run(takes=True)
+        self.run(takes=True)
         return True
 
-    def compare(self) -> None:
-        self._run(takes=False)
-
-    def _run(self, *, takes: bool) -> None:
+    def run(self, *, takes: bool) -> None:
         from fxsplit_encoder.compile.fingerprints_triton import compare_bits
 
         compare_bits(self._addresses, self._before, self._state, takes=takes)
@@ -197,7 +181,8 @@ class DerivedParameters:
         self._addresses: list[int] = []
         self._versions: list[int] | None = []
         self._fingerprints = Fingerprints()
-        self._values: dict[int, Tensor] = {}
+        self.values: dict[int, Tensor] = {}
+        """The derived parameters, by slot."""
         self._is_outdated = False
         self._said: set[str] = set()
         self.stamp: object = None
@@ -209,12 +194,7 @@ class DerivedParameters:
     @property
     def num_bytes(self) -> int:
         """Bytes of the derived parameters, without their sources."""
-        return sum(value.numel() * value.element_size() for value in [*self._values.values()])
-
-    @property
-    def values(self) -> Mapping[int, Tensor]:
-        """The derived parameters, by slot."""
-        return self._values
+        return sum(value.numel() * value.element_size() for value in [*self.values.values()])
 
     def fill(self, slots: list[Any]) -> None:
         """Fills the slots of derived parameters."""
@@ -223,7 +203,7 @@ class DerivedParameters:
         self._sources = {slot: slots[slot] for slot in self._given}
         self.refresh()
         self.follow_writes()
-        for slot, value in self._values.items():
+        for slot, value in self.values.items():
             slots[slot] = value
 
     def refresh(self, stamp: object = None) -> bool:
@@ -276,7 +256,7 @@ class DerivedParameters:
         available = dict(self._sources)
         for recipe in self.recipes:
             made = recipe.make(*(available[slot] for slot in recipe.sources))
-            kept = self._values.setdefault(recipe.slot, made) if recipe.is_kept else made
+            kept = self.values.setdefault(recipe.slot, made) if recipe.is_kept else made
             available[recipe.slot] = kept if kept is made else kept.copy_(made)
             for slot in {*recipe.sources}:
                 if self._dropped.get(slot) == recipe.slot:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy
+import sympy
 import torch
 from torch import Tensor, fx
 
@@ -36,27 +37,19 @@ class Piece:
 
 def signature(piece: Piece) -> tuple[Any, ...]:
     """Returns a key that two pieces share exactly when one compilation serves both."""
-    numbers = {node: f"i{k}" for k, node in enumerate(piece.inputs)}
-    numbers |= {node: f"n{k}" for k, node in enumerate(piece.nodes)}
+    # Symbols are printed without quotes, so that none equals a string argument.
+    numbers = {node: sympy.Symbol(f"i{k}") for k, node in enumerate(piece.inputs)}
+    numbers |= {node: sympy.Symbol(f"n{k}") for k, node in enumerate(piece.nodes)}
 
-    def describe(value: Any) -> Any:
-        return fx.node.map_arg(value, lambda node: _Reference(numbers[node]))
+    def describe(value: Any) -> str:
+        return repr(fx.node.map_arg(value, numbers.__getitem__))
 
     values = [node.meta["val"] for node in piece.inputs]
     return (
         tuple(layout(v) if isinstance(v, torch.Tensor) else str(v) for v in values),
-        tuple(
-            (str(node.target), repr(describe(node.args)), repr(describe(node.kwargs))) for node in piece.nodes
-        ),
+        tuple((str(node.target), describe(node.args), describe(node.kwargs)) for node in piece.nodes),
         tuple(numbers[node] for node in piece.outputs),
     )
-
-
-class _Reference(str):
-    """A node's number, printed without quotes so that it never equals a string argument."""
-
-    def __repr__(self) -> str:
-        return f"%{self!s}"
 
 
 def to_graph_module(piece: Piece) -> fx.GraphModule:
@@ -194,15 +187,8 @@ def in_whole_vectors(module: fx.GraphModule) -> None:
     """Makes functions of a graph whose bits depend on an entry's place compute whole vectors."""
     for node in module.graph.nodes:
         if node.op == "call_function" and is_pointwise(node) and operation(node) not in _ARITHMETIC:
-            node.target = _filling_up(node.target)
+            node.target, node.args = filled_up, (node.target, *node.args)
     module.recompile()
-
-
-def _filling_up(function: Any) -> Callable[..., Tensor]:
-    def in_whole_vectors(*args: Any, **kwargs: Any) -> Tensor:
-        return filled_up(function, *args, **kwargs)
-
-    return in_whole_vectors
 
 
 def filled_up(function: Any, *args: Any, **kwargs: Any) -> Tensor:

@@ -37,23 +37,15 @@ Argument = Any
 
 
 @dataclass(frozen=True, slots=True)
-class TensorInfo:
-    """The traced metadata of a tensor in a slot."""
+class RegionInput:
+    """A tensor that enters the region and changes from call to call."""
 
-    name: str
+    slot: int
     shape: tuple[Size, ...]
     strides: tuple[Size, ...]
     """For which pieces are compiled."""
     dtype: torch.dtype
     device: torch.device
-
-
-@dataclass(frozen=True, slots=True)
-class RegionInput:
-    """A tensor that enters the region and changes from call to call."""
-
-    slot: int
-    info: TensorInfo
     is_segments: bool
     """Whether it is the cumulative lengths of a varlen attention."""
     token_dim: int | None
@@ -114,7 +106,7 @@ class Program:
     symbol_sources: tuple[tuple[str, int, int], ...]
     """(symbol, input, dimension) for each symbol of a size; dimension -1: the input is the number."""
     outputs: tuple[Argument, ...]
-    output_infos: tuple[TensorInfo | None, ...]
+    output_shapes: tuple[tuple[Size, ...] | None, ...]
     input_shapes: tuple[tuple[Size, ...] | None, ...]
     """Traced shapes; None for numbers."""
     token_symbol: str | None
@@ -291,8 +283,8 @@ class BoundProgram:
     program: Program
     names: tuple[str | None, ...]
     fixed: tuple[Any, ...]
-    numbers: tuple[tuple[int, str, int], ...]
-    """(position, input name, dimension) of the inputs that are sizes."""
+    sizes: Mapping[str, tuple[str, int]]
+    """Where the value of a symbol is read: the name of an input, and a dimension."""
 
     def arguments(self, inputs: Mapping[str, Tensor]) -> list[Any]:
         """Returns the program's arguments for these inputs."""
@@ -300,8 +292,10 @@ class BoundProgram:
             fixed if name is None else inputs[name]
             for name, fixed in zip(self.names, self.fixed, strict=True)
         ]
-        for position, name, dim in self.numbers:
-            args[position] = inputs[name].shape[dim]
+        for symbol, position, dim in self.program.symbol_sources:
+            if dim < 0:
+                name, dim = self.sizes[symbol]
+                args[position] = inputs[name].shape[dim]
         return args
 
     def __call__(self, inputs: Mapping[str, Tensor], segments: Iterable[KnownSegments] = ()) -> Tensor:
@@ -318,36 +312,21 @@ class BoundProgram:
     @cached_property
     def placements(self) -> dict[str, tuple[torch.device, torch.dtype]]:
         """Traced device and dtype of each input: a bound may stay on the host."""
-        return {name: (entry.info.device, entry.info.dtype) for name, entry in self.region.inputs.items()}
+        return {name: (entry.device, entry.dtype) for name, entry in self.region.inputs.items()}
 
     def symbols(self, inputs: Mapping[str, Tensor]) -> dict[str, int]:
         """Returns the values of the trace's symbols for these inputs."""
-        values: dict[str, int] = {}
-        for symbol, name, dim in self._sources:
-            if name in inputs:
-                values.setdefault(symbol, inputs[name].shape[dim])
-        return values
+        known = ((symbol, *place) for symbol, place in self.sizes.items() if place[0] in inputs)
+        return {symbol: inputs[name].shape[dim] for symbol, name, dim in known}
 
     def tokens(self, inputs: Mapping[str, Tensor | Sequence[Tensor] | None]) -> int | None:
         """Returns the rows of these inputs, by the token symbol; None where no input has it. An input may be
         several tensors whose rows follow one another, or None.
         """
-        for symbol, name, dim in self._sources:
-            if symbol == self.program.token_symbol and (value := inputs.get(name)) is not None:
-                if isinstance(value, torch.Tensor):
-                    return value.shape[dim]
-                return sum(part.shape[dim] for part in value)
-        return None
-
-    @cached_property
-    def _sources(self) -> tuple[tuple[str, str, int], ...]:
-        """(symbol, input name, dimension): where each symbol's value is read."""
-        numbers = {position: (name, dim) for position, name, dim in self.numbers}
-        found = (
-            (symbol, *numbers.get(position, (self.names[position], dim)))
-            for symbol, position, dim in self.program.symbol_sources
-        )
-        return tuple((symbol, name, dim) for symbol, name, dim in found if name is not None)
+        name, dim = self.sizes.get(self.program.token_symbol or "", ("", 0))
+        if (value := inputs.get(name)) is None:
+            return None
+        return sum(part.shape[dim] for part in ([value] if isinstance(value, torch.Tensor) else value))
 
 
 def bind(program: Program, args: list[Any], outputs: list[Any], inputs: Mapping[str, Tensor]) -> BoundProgram:
@@ -363,15 +342,16 @@ def bind(program: Program, args: list[Any], outputs: list[Any], inputs: Mapping[
         name = by_address.get((arg.data_ptr(), arg.shape, arg.dtype)) if is_tensor else None
         names.append(name)
         fixed.append(arg if name is None and is_tensor else None)
-    numbers = [
-        (position, *_source_of_number(program, symbol, names, args[position], inputs))
-        for symbol, position, dim in program.symbol_sources
-        if dim < 0
-    ]
+    sizes: dict[str, tuple[str, int]] = {}
+    for symbol, position, dim in program.symbol_sources:
+        if dim < 0:
+            sizes[symbol] = _source_of_number(program, symbol, names, args[position], inputs)
+        elif (name := names[position]) is not None:
+            sizes[symbol] = name, dim
     tensors = [o for o in outputs if isinstance(o, torch.Tensor)]
     if len(tensors) != 1:
         raise CompileError(f"the forward returned {len(tensors)} tensors; expected one")
-    return BoundProgram(program, tuple(names), tuple(fixed), tuple(numbers))
+    return BoundProgram(program, tuple(names), tuple(fixed), sizes)
 
 
 def _source_of_number(

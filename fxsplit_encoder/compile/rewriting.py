@@ -18,13 +18,10 @@ aten = torch.ops.aten
 
 _PARAMETER = "is_parameter"
 _CUTS = "splitting_targets"
-_BESIDE = "runs_beside"
+BESIDE = "runs_beside"
+"""Marks nodes between two cuts, which no other node there reads, as a piece for a side stream."""
 _HOST_CONSTANT = "_host_constant_"
-_VARYING = (
-    torch.Tag.nondeterministic_seeded,
-    torch.Tag.dynamic_output_shape,
-    torch.Tag.data_dependent_output,
-)
+_VARYING = torch.Tag.nondeterministic_seeded, torch.Tag.dynamic_output_shape
 
 
 def mark_parameters(graph: fx.Graph, positions: Iterable[int]) -> None:
@@ -56,22 +53,29 @@ def cuts_after_host_ops(module: fx.GraphModule) -> list[fx.Node]:
     return cuts
 
 
-def mark_beside(nodes: Iterable[fx.Node]) -> None:
-    """Marks nodes between two cuts, which no other node there reads, as a piece for a side stream."""
-    for node in nodes:
-        node.meta[_BESIDE] = True
-
-
-def runs_beside(node: fx.Node) -> bool:
-    """Whether `mark_beside` marked a node."""
-    return bool(node.meta.get(_BESIDE))
-
-
 def call_function(graph: fx.Graph, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
     """Adds a call with its traced value."""
     node = graph.call_function(target, args, kwargs)
     retrace(node)
     return node
+
+
+def replace_by_call(node: fx.Node, target: Any, *args: Any) -> None:
+    """Puts a call in the place of a node."""
+    with node.graph.inserting_before(node):
+        call = call_function(node.graph, target, *args)
+    node.replace_all_uses_with(call)
+    node.graph.erase_node(node)
+
+
+def at_every_node(rewrite: Callable[[fx.Node], int]) -> Callable[[fx.GraphModule], int]:
+    """Makes a pass of a function of one node, which returns at how many places it changed the graph."""
+
+    @functools.wraps(rewrite)
+    def run(module: fx.GraphModule) -> int:
+        return sum(map(rewrite, list(module.graph.nodes)))
+
+    return run
 
 
 def node_value(node: fx.Node) -> Any:

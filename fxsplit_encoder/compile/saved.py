@@ -39,6 +39,9 @@ _NOT_SAVED: Mapping[type, tuple[str, ...]] = {
     Program: ("constants", "device"),
 }
 
+# Saved in forms of their own, or not at all.
+_NOT_BY_FIELDS = (HostOp, Ref, Size)
+
 _TORCH_VALUES = (torch.dtype, torch.layout, torch.memory_format)
 
 
@@ -100,7 +103,7 @@ def _load_piece(key: str, guards: str) -> CompiledPiece:
 
 def _fields(kind: Any) -> tuple[str, ...] | None:
     """Returns the fields to save of a dataclass or named tuple of this library; None for other classes."""
-    if not (isinstance(kind, type) and kind.__module__.startswith(_OWN)) or kind is HostOp:
+    if not (isinstance(kind, type) and kind.__module__.startswith(_OWN)) or kind in _NOT_BY_FIELDS:
         return None
     if getattr(import_module(kind.__module__), kind.__qualname__, None) is not kind:
         return None
@@ -128,8 +131,8 @@ def _save(value: Any, known: Mapping[int, Any]) -> Any:
         return {"dict": {name: _save(each, known) for name, each in value.items()}}
     if isinstance(value, DerivedParameters):
         return {"derived": [_save_recipe(recipe, known) for recipe in value.recipes]}
-    if _fields(type(value)) is not None and not isinstance(value, Ref):
-        kind = type(value)
+    kind = type(value)
+    if _fields(kind) is not None:
         return {"own": [kind.__module__, kind.__qualname__, _save_fields(value, known)]}
     return _save_leaf(value)
 
@@ -182,7 +185,7 @@ class _Loader:
             "dict": lambda value: {name: self.load(each) for name, each in value.items()},
             "float": float,
             "slot": Ref,
-            "size": lambda value: Size.restored(*value),
+            "size": _size,
             "torch": _torch_value,
             # The device where the program runs, or the host.
             "device": lambda kind: device if kind == device.type else torch.device(kind),
@@ -235,6 +238,12 @@ def _operator(name: str) -> Any:
     namespace, _, rest = name.partition("::")
     op, _, overload = rest.partition(".")
     return getattr(getattr(getattr(torch.ops, namespace), op), overload or "default")
+
+
+def _size(content: Sequence[Any]) -> Size:
+    shown, source, symbols = content
+    check_arithmetic(source, symbols)
+    return Size(shown, source, tuple(symbols))
 
 
 def _torch_value(name: str) -> Any:

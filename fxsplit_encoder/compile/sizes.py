@@ -28,36 +28,25 @@ def expression(size: int | torch.SymInt) -> sympy.Expr:
     return expr
 
 
+@dataclass(eq=False)
 class Size:
     """A size (or another scalar) of the graph, evaluated for symbol values."""
 
-    def __init__(self, expr: sympy.Expr) -> None:
-        self._set(str(expr), python_source(expr), tuple(sorted(str(s) for s in expr.free_symbols)))
-        self._constant = int(expr) if not self.symbols and expr.is_Integer else None
+    shown: str
+    source: str
+    """In Python."""
+    symbols: tuple[str, ...]
 
-    def _set(self, shown: str, source: str, symbols: tuple[str, ...]) -> None:
-        self.shown = shown
-        self.source = source
-        self.symbols = symbols
-        function = f"lambda {', '.join(symbols)}: {source}"
+    def __post_init__(self) -> None:
+        function = f"lambda {', '.join(self.symbols)}: {self.source}"
         self._function: Callable[..., Any] = eval(function, {"math": math, "torch": torch})
+        self._constant = int(self.source) if self.source.isdigit() else None
 
     @classmethod
-    def restored(cls, shown: str, source: str, symbols: Sequence[str]) -> Size:
-        """Returns a size from `shown`, `source` and `symbols` of another; ValueError: the source is more than
-        arithmetic of these symbols.
-        """
-        check_arithmetic(source, symbols)
-        size = cls.__new__(cls)
-        size._set(shown, source, tuple(symbols))
-        number = source.strip("()")
-        size._constant = int(number) if not symbols and number.isdigit() else None
-        return size
-
-    @classmethod
-    def of(cls, value: int | torch.SymInt | torch.SymFloat | torch.SymBool) -> Size:
-        """Returns the size of a traced number."""
-        return cls(expression_of(value))
+    def of(cls, value: sympy.Basic | int | torch.SymInt | torch.SymFloat | torch.SymBool) -> Size:
+        """Returns the size of a traced number or of its expression."""
+        expr = expression_of(value)
+        return cls(str(expr), python_source(expr), tuple(sorted(str(s) for s in expr.free_symbols)))
 
     def __call__(self, values: Mapping[str, int]) -> int:
         """Returns the size for these symbol values."""
@@ -93,6 +82,20 @@ def layout(tensor: Tensor) -> tuple[Any, ...]:
 def shape_exprs(tensor: Tensor) -> tuple[sympy.Expr, ...]:
     """Returns the sizes of a traced tensor as expressions."""
     return tuple(expression(size) for size in tensor.shape)
+
+
+def symbol_sources(inputs: Sequence[fx.Node]) -> list[tuple[str, int, int]]:
+    """Returns (symbol, input, dimension) for each symbol but those that depend on data; numbers first."""
+    values = [node.meta["val"] for node in inputs]
+    found = [(expression(v), i, -1) for i, v in enumerate(values) if isinstance(v, torch.SymInt)]
+    for index, value in enumerate(values):
+        if isinstance(value, torch.Tensor):
+            found += [(size, index, dim) for dim, size in enumerate(shape_exprs(value))]
+    sources: dict[str, tuple[int, int]] = {}
+    for size, index, dim in found:
+        if size.is_Symbol:
+            sources.setdefault(str(size), (index, dim))
+    return [(symbol, index, dim) for symbol, (index, dim) in sources.items()]
 
 
 def assumptions_of(inputs: Sequence[fx.Node]) -> list[sympy.Basic]:
@@ -161,5 +164,5 @@ def guards_of(inputs: Sequence[fx.Node], independent: str | None = None) -> Guar
     bounds = {symbol: (_number(low), _number(high)) for symbol, (low, high) in symbols.ranges.items()}
     if independent in bounds and bounds[independent][0] == 2:
         bounds[independent] = (1, bounds[independent][1])
-    conditions = (Size(guard) for guard in symbols.guards if not guard.is_Boolean or guard.free_symbols)
+    conditions = (Size.of(guard) for guard in symbols.guards if not guard.is_Boolean or guard.free_symbols)
     return Guards(bounds, tuple(conditions))

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, fx
@@ -15,8 +14,8 @@ from fxsplit_encoder._torch.dispatch import OpOverload
 from fxsplit_encoder._torch.symbols import has_hint
 from fxsplit_encoder.compile.options import host_op
 from fxsplit_encoder.compile.pieces import Piece
-from fxsplit_encoder.compile.rewriting import node_value, runs_beside
-from fxsplit_encoder.compile.sizes import expression, symbol_of
+from fxsplit_encoder.compile.rewriting import BESIDE, node_value
+from fxsplit_encoder.compile.sizes import expression, symbol_of, symbol_sources
 from fxsplit_encoder.errors import CompileError
 
 aten = torch.ops.aten
@@ -35,56 +34,42 @@ _ASSERTIONS = (
 )
 
 
-@dataclass(slots=True)
-class Cut:
-    """A splitting or host op, with the nodes that unpack its results."""
-
-    node: fx.Node
-    is_host: bool
-    unpacked: list[fx.Node] = field(default_factory=list)
+Part: TypeAlias = Piece | fx.Node
+"""What a graph is split into: a piece, or the node of a splitting or host op."""
 
 
-@dataclass(slots=True)
-class SplitGraph:
-    """The nodes of a graph by what they become."""
-
-    placeholders: list[fx.Node]
-    constants: list[fx.Node]
-    parts: list[Piece | Cut]
-    output_args: tuple[Any, ...]
-
-
-def split_graph(module: fx.GraphModule, targets: frozenset[Any]) -> SplitGraph:
+def split_graph(module: fx.GraphModule, targets: frozenset[Any]) -> list[Part]:
     """Cuts a graph at every node whose target is in `targets` or is a registered host op; CompileError: a
     size depends on tensor values computed inside the graph.
     """
-    placeholders: list[fx.Node] = []
-    constants: list[fx.Node] = []
-    parts: list[list[fx.Node] | Cut] = [[]]
-    cuts: dict[fx.Node, Cut] = {}
-    output_args: tuple[Any, ...] = ()
+
+    def is_cut(node: Any) -> bool:
+        return node.target in targets or host_op(node.target) is not None
+
+    parts: list[list[fx.Node] | fx.Node] = [[]]
     for node in module.graph.nodes:
-        if node.op == "placeholder":
-            placeholders.append(node)
-        elif node.op == "get_attr":
-            constants.append(node)
-        elif node.op == "output":
-            output_args = tuple(node.args[0])
-        elif is_scalar(node):
+        if node.op != "call_function":
+            continue
+        if is_scalar(node):
             _require_symbolic(node)
-        elif node.target is operator.getitem and node.args[0] in cuts:
-            cuts[node.args[0]].unpacked.append(node)
-        elif node.target in targets or host_op(node.target) is not None:
-            cuts[node] = Cut(node, host_op(node.target) is not None)
-            parts += [cuts[node], []]
-        elif node.target not in _ASSERTIONS:
+        elif is_cut(node):
+            parts += [node, []]
+        elif node.target not in _ASSERTIONS and not (
+            node.target is operator.getitem and is_cut(node.args[0])
+        ):
             assert isinstance(parts[-1], list)
             parts[-1].append(node)
-    symbols = _symbol_nodes(module.graph, placeholders)
-    split: list[Piece | Cut] = []
+    symbols = _symbol_nodes(module.graph)
+    returned: Any = module.graph.output_node().args[0]
+    split: list[Part] = []
     for part in parts:
-        split += [part] if isinstance(part, Cut) else _pieces(part, output_args, symbols)
-    return SplitGraph(placeholders, constants, split, output_args)
+        split += [part] if isinstance(part, fx.Node) else _pieces(part, returned, symbols)
+    return split
+
+
+def unpacked_from(cut: fx.Node) -> list[fx.Node]:
+    """Returns the nodes that unpack the results of a splitting or host op."""
+    return [user for user in cut.users if user.target is operator.getitem and not is_scalar(user)]
 
 
 def is_scalar(node: fx.Node) -> bool:
@@ -102,18 +87,16 @@ def _require_symbolic(node: fx.Node) -> None:
         )
 
 
-def _pieces(
-    nodes: Sequence[fx.Node], output_args: Iterable[Any], symbols: Mapping[str, fx.Node]
-) -> list[Piece]:
+def _pieces(nodes: Sequence[fx.Node], output_args: Iterable[Any], symbols: Iterable[fx.Node]) -> list[Piece]:
     """Returns the nodes between two cuts as one piece, or two, the second for a side stream."""
-    aside = [node for node in nodes if runs_beside(node)]
-    rest = [node for node in nodes if not runs_beside(node)]
+    aside = [node for node in nodes if BESIDE in node.meta]
+    rest = [node for node in nodes if BESIDE not in node.meta]
     pieces = ((rest, False), (aside, True))
     return [_piece(part, output_args, symbols, beside=beside) for part, beside in pieces if part]
 
 
 def _piece(
-    nodes: list[fx.Node], output_args: Iterable[Any], symbols: Mapping[str, fx.Node], *, beside: bool
+    nodes: list[fx.Node], output_args: Iterable[Any], symbols: Iterable[fx.Node], *, beside: bool
 ) -> Piece:
     inside = set(nodes)
     returned = {a for a in output_args if isinstance(a, fx.Node)}
@@ -121,33 +104,25 @@ def _piece(
     if any(_is_symbolic(node) for node in (*inputs, *nodes)):
         # A compiler cannot solve (s // 16) ** 2 for s, and Inductor's cache looks for every symbol that the
         # trace has guards on among a graph's own inputs.
-        inputs.update(dict.fromkeys(symbols.values()))
+        inputs.update(dict.fromkeys(symbols))
     outputs = [n for n in nodes if n in returned or any(user not in inside for user in n.users)]
     return Piece(tuple(nodes), tuple(inputs), tuple(outputs), beside)
 
 
-def _symbol_nodes(graph: fx.Graph, placeholders: Sequence[fx.Node]) -> dict[str, fx.Node]:
+def _symbol_nodes(graph: fx.Graph) -> list[fx.Node]:
     """Returns a node for the value of every backed symbol of the graph's inputs."""
-    found: dict[str, fx.Node] = {}
-    for node in placeholders:
-        if name := _backed_symbol(node.meta["val"]):
-            found.setdefault(name, node)
-    for node in placeholders:
-        sizes: Sequence[Any] = node.meta["val"].shape if isinstance(node.meta["val"], torch.Tensor) else ()
-        for dim, size in enumerate(sizes):
-            name = _backed_symbol(size)
-            if name is not None and name not in found:
+    inputs = graph.find_nodes(op="placeholder")
+    found: list[fx.Node] = []
+    for _, index, dim in symbol_sources(inputs):
+        node = inputs[index]
+        size = node.meta["val"] if dim < 0 else node.meta["val"].shape[dim]
+        if has_hint(size):  # others are in no guard
+            if dim >= 0:
                 with graph.inserting_after(node):
-                    found[name] = graph.call_function(aten.sym_size.int, (node, dim))
-                found[name].meta["val"] = size
+                    node = graph.call_function(aten.sym_size.int, (node, dim))
+                node.meta["val"] = size
+            found.append(node)
     return found
-
-
-def _backed_symbol(value: Any) -> str | None:
-    """Returns the symbol that a value is, if it had a number while tracing: others are in no guard."""
-    if not isinstance(value, torch.SymInt) or not expression(value).is_Symbol or not has_hint(value):
-        return None
-    return str(expression(value))
 
 
 def _is_symbolic(node: fx.Node) -> bool:
@@ -161,7 +136,7 @@ def _is_symbolic(node: fx.Node) -> bool:
 _ATTENTION_NAME = re.compile("attention|attn|sdpa", re.IGNORECASE)
 
 
-def token_count_of(parts: Sequence[Piece | Cut], splitting_ops: Sequence[str]) -> tuple[str | None, str]:
+def token_count_of(parts: Sequence[Part], splitting_ops: Sequence[str]) -> tuple[str | None, str]:
     """Returns the symbol in the leading size of the splitting ops' queries, or, where those are constant, in
     the first size that is not; without such a symbol, None and why.
     """
@@ -182,7 +157,7 @@ def _first_symbol(query: Tensor) -> str | None:
     return str(next(iter(varying))) if len(varying) == 1 else None
 
 
-def _tokens_unknown(parts: Sequence[Piece | Cut], splitting_ops: Sequence[str]) -> str:
+def _tokens_unknown(parts: Sequence[Part], splitting_ops: Sequence[str]) -> str:
     """Returns the reason why the queries have no token symbol."""
     seen = [f"{op} over {tuple(query.shape)}" for op, query in _queries(parts)]
     if seen:
@@ -190,7 +165,7 @@ def _tokens_unknown(parts: Sequence[Piece | Cut], splitting_ops: Sequence[str]) 
             f"its splitting ops ({', '.join(dict.fromkeys(seen))}) do not have one size that varies, which "
             "would count its tokens"
         )
-    nodes = (node for part in parts for node in ([part.node] if isinstance(part, Cut) else part.nodes))
+    nodes = (node for part in parts for node in ([part] if isinstance(part, fx.Node) else part.nodes))
     ops = (_name_of(node.target) for node in nodes if isinstance(node.target, OpOverload))
     others = [op for op in ops if _ATTENTION_NAME.search(op)]
     hint = f"; {' and '.join(dict.fromkeys(others))} in its graph could be listed there" if others else ""
@@ -200,13 +175,13 @@ def _tokens_unknown(parts: Sequence[Piece | Cut], splitting_ops: Sequence[str]) 
     )
 
 
-def _queries(parts: Sequence[Piece | Cut]) -> Iterator[tuple[str, Tensor]]:
+def _queries(parts: Sequence[Part]) -> Iterator[tuple[str, Tensor]]:
     for part in parts:
-        if isinstance(part, Cut) and not part.is_host:
-            values = (node.meta.get("val") for node in part.node.all_input_nodes)
+        if isinstance(part, fx.Node) and host_op(part.target) is None:
+            values = (node.meta.get("val") for node in part.all_input_nodes)
             query = next((value for value in values if isinstance(value, torch.Tensor)), None)
             if query is not None:
-                yield _name_of(part.node.target), query
+                yield _name_of(part.target), query
 
 
 def _name_of(target: Any) -> str:

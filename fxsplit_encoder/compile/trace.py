@@ -6,7 +6,6 @@ import contextlib
 import itertools
 import logging
 import sys
-import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -166,7 +165,9 @@ def _trace(
     def call(inputs: dict[str, Tensor]) -> Tensor:
         return forward(inputs)
 
-    compiled = torch.compile(with_own_code(call), backend=backend, fullgraph=True)
+    # Dynamo's cache and limits are by code object.
+    call.__code__ = call.__code__.replace(co_name=f"encoder_forward_{next(_trace_numbers)}")
+    compiled = torch.compile(call, backend=backend, fullgraph=True)
     handled = sys.exc_info()[1]
     try:
         with torch.inference_mode(False), torch.no_grad():
@@ -212,17 +213,6 @@ def _require_dynamic(bound: BoundProgram, dynamic_dims: Mapping[str, Sequence[in
                     f"the forward works for one size of dimension {dim} of {name} only ({shape[dim]}), "
                     "which is to vary"
                 )
-
-
-def with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a copy of a function with its own code object: Dynamo's cache and limits are by code object."""
-    assert isinstance(function, types.FunctionType)
-    code = function.__code__.replace(co_name=f"encoder_forward_{next(_trace_numbers)}")
-    own = types.FunctionType(
-        code, function.__globals__, code.co_name, function.__defaults__, function.__closure__
-    )
-    own.__kwdefaults__ = function.__kwdefaults__
-    return own
 
 
 def _own_error(error: BaseException | None, handled: BaseException | None) -> FxSplitError | None:

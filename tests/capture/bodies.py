@@ -43,7 +43,7 @@ def body_of(steps: Sequence[Step], outputs: Sequence[int]) -> ProgramBody:
         static_inputs=frozenset(),
         symbol_sources=(),
         outputs=tuple(map(Ref, outputs)),
-        output_infos=(None,) * len(outputs),
+        output_shapes=(None,) * len(outputs),
         input_shapes=(),
         token_symbol=None,
         region_start=0,

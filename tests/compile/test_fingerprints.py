@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -72,10 +69,3 @@ def test_nan_is_equal_to_itself_and_zeros_have_a_sign() -> None:
     assert not fingerprints.have_changed()
     tensor.data[1] = -0.0
     assert fingerprints.have_changed()
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda value: pickle.loads(pickle.dumps(value))])
-def test_a_copy_samples_anew(copied: Callable[[Any], Any]) -> None:
-    fingerprints = Fingerprints()
-    fingerprints.take([torch.ones(3)])
-    assert not copied(fingerprints).have_changed()

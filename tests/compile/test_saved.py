@@ -116,7 +116,7 @@ def test_arguments_of_this_library_come_back(kept: Any, value: Any) -> None:
     assert found.make.keywords == {"rows": value}
     assert type(found.make.keywords["rows"]) is type(value)
     (recipe,) = program_of(content)["derived"]["derived"]
-    for module, name in (("pathlib", "Path"), (HostOp.__module__, "HostOp"), (saved.__name__, "_Loader")):
+    for module, name in (("pathlib", "Path"), (Size.__module__, "Size"), (saved.__name__, "_Loader")):
         recipe["kwargs"] = {"dict": {"rows": {"own": [module, name, {}]}}}
         with pytest.raises(StartFileError, match="no dataclass of fxsplit_encoder"):
             restore_program(content, named_tensors(kept[0]), CPU)
@@ -164,7 +164,7 @@ def test_a_program_for_another_tower_is_refused(kept: Any) -> None:
     "source", ["2 * s0 + s1 // 4", "math.floor(s0 / 2)", "(s0 % 2 == 0) and s1 > 1", "384"]
 )
 def test_arithmetic_is_restored(source: str) -> None:
-    size = Size.restored("shown", source, ["s0", "s1"])
+    size = Size("shown", source, ("s0", "s1"))
     assert size({"s0": 6, "s1": 9}) == eval(source, {"math": __import__("math"), "s0": 6, "s1": 9})
     assert str(size) == "shown"
 
@@ -188,6 +188,6 @@ def test_anything_but_arithmetic_is_refused(source: str) -> None:
 
 
 def test_guards_hold_within_bounds_and_conditions() -> None:
-    guards = Guards({"s0": (2, float("inf"))}, (Size.restored("", "s0 % (s0 // 4) == 0", ["s0"]),))
+    guards = Guards({"s0": (2, float("inf"))}, (Size("", "s0 % (s0 // 4) == 0", ("s0",)),))
     assert [guards({"s0": n}) for n in (1, 2, 8, 9)] == [False, False, True, False]
     assert guards({"s1": 1})

@@ -27,26 +27,26 @@ T, B = sympy.Symbol("T", integer=True, positive=True), sympy.Symbol("B", integer
 @given(st.integers(1, 10_000), st.integers(1, 50))
 def test_expressions_evaluate_as_python_does(tokens: int, images: int) -> None:
     values = {"T": tokens, "B": images}
-    assert Size(T)(values) == tokens
-    assert Size(FloorDiv(T, 4))(values) == tokens // 4
-    assert Size(64 * FloorDiv(T, FloorDiv(T + 4, 4)))(values) == 64 * (tokens // ((tokens + 4) // 4))
-    assert Size(T * B + 3)(values) == tokens * images + 3
-    assert Size(Mod(T, 7))(values) == tokens % 7
-    assert Size(PythonMod(T, 7))(values) == tokens % 7
-    assert Size(Max(T, B))(values) == max(tokens, images)
+    assert Size.of(T)(values) == tokens
+    assert Size.of(FloorDiv(T, 4))(values) == tokens // 4
+    assert Size.of(64 * FloorDiv(T, FloorDiv(T + 4, 4)))(values) == 64 * (tokens // ((tokens + 4) // 4))
+    assert Size.of(T * B + 3)(values) == tokens * images + 3
+    assert Size.of(Mod(T, 7))(values) == tokens % 7
+    assert Size.of(PythonMod(T, 7))(values) == tokens % 7
+    assert Size.of(Max(T, B))(values) == max(tokens, images)
 
 
 @given(st.integers(1, 10_000))
 def test_numbers_that_are_not_whole_keep_their_fraction(tokens: int) -> None:
     values = {"T": tokens}
-    assert Size(IntTrueDiv(1, T))(values) == pytest.approx(1 / tokens)
-    assert Size(ToFloat(T) * 0.5)(values) == pytest.approx(tokens * 0.5)
-    assert Size(OpaqueUnaryFn_sqrt(T))(values) == pytest.approx(math.sqrt(tokens))
+    assert Size.of(IntTrueDiv(1, T))(values) == pytest.approx(1 / tokens)
+    assert Size.of(ToFloat(T) * 0.5)(values) == pytest.approx(tokens * 0.5)
+    assert Size.of(OpaqueUnaryFn_sqrt(T))(values) == pytest.approx(math.sqrt(tokens))
 
 
 def test_a_missing_symbol_is_named() -> None:
     with pytest.raises(CompileError, match="depends on B"):
-        Size(T * B)({"T": 3})
+        Size.of(T * B)({"T": 3})
 
 
 def traced(*dims: DimDynamic) -> Tensor:

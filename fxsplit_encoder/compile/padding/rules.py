@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import sympy
 import torch
@@ -28,6 +28,15 @@ COPIES = frozenset(("expand", "repeat"))
 """These make rows of shared values."""
 
 _DIVISIONS = frozenset(("div", "divide", "floor_divide", "remainder", "fmod"))
+
+
+_Entry = TypeVar("_Entry")
+
+
+def _by_operation(table: Mapping[_Entry, str]) -> dict[str, _Entry]:
+    pairs = [(operation, entry) for entry, operations in table.items() for operation in operations.split()]
+    assert len(pairs) == len(dict(pairs)), "an operation has two entries"
+    return dict(pairs)
 
 
 def pointwise(view: NodeView) -> State:
@@ -102,14 +111,6 @@ def _repeat(view: NodeView) -> State:
     return Rows(dim)
 
 
-def _unfold(view: NodeView) -> State:
-    """unfold(x, dim, size, step): windows along `dim`, of each row; their entries are the last dimension."""
-    dim, rows = view.dim(view.arg(1)), view.rows()
-    if dim == rows or view.rank() == 0:
-        raise view.fail("cuts windows along the token dimension")
-    return Rows(rows)
-
-
 def _copies(view: NodeView) -> State:
     """Shared values, once for each token (a class token) or once."""
     dim = view.varying_dim()
@@ -138,18 +139,16 @@ def _is_an_input(view: NodeView, node: fx.Node) -> bool:
     return operation(node) in MOVERS and all(_is_an_input(view, each) for each in node.all_input_nodes)
 
 
-def _embedding(view: NodeView) -> State:
-    """embedding(table, indices): the entry of an index is the table's row of that number."""
-    view.require_shared(0)
-    _require_safe_lookup(view)
-    return Rows(view.rows(1))
-
-
 def _index(view: NodeView) -> State:
     """x[indices]: rows of indices into a shared table, each of which gives its own entries; or rows whose
     other dimensions are indexed by what is shared. Indices into rows would let tokens read one another.
+    index_select(x, dim, i) is x[..., i] with one dimension for i, embedding(x, i) is x[i].
     """
     indices = view.arg(1)
+    if view.name == "index_select":
+        indices = [*[None] * view.dim(view.arg(1)), view.arg(2)]
+    elif view.name == "embedding":
+        indices = [view.arg(1)]
     given = [i for i in indices if i is not None]
     if any(i.meta["val"].dtype in (torch.bool, torch.uint8) for i in given):
         raise view.fail("selects by a mask, so that the number of entries depends on data")
@@ -175,24 +174,11 @@ def _entries_of_rows(view: NodeView, indices: list[Any], given: list[Any]) -> St
     if any(view.state(i) is not SHARED for i in given):
         raise view.fail("gathers entries of every row by indices of its own")
     places = [place for place, index in enumerate(indices) if index is not None]
-    rank = max(i.meta["val"].dim() for i in given)
+    rank = max(view.name == "index_select", *(i.meta["val"].dim() for i in given))
     side_by_side = places == list(range(places[0], places[-1] + 1))
     before = sum(1 for place in places if place < rows)
     moved_in = rank if before or not side_by_side else 0
     return Rows(rows - before + moved_in)
-
-
-def _index_select(view: NodeView) -> State:
-    """index_select(x, dim, indices): a shared table looked up by rows, or the same entries of every row."""
-    dim = view.dim(view.arg(1))
-    if view.state(view.arg(0)) is not SHARED:
-        if view.state(view.arg(2)) is not SHARED or dim == view.rows():
-            raise view.fail("gathers tokens")
-        return Rows(view.rows())
-    if dim != 0:
-        raise view.fail("gathers with a pattern that is not one lookup a row")
-    _require_safe_lookup(view)
-    return Rows(view.rows(2))
 
 
 def _permute_rows(view: NodeView) -> State:
@@ -228,8 +214,7 @@ def _dense_attention(view: NodeView) -> State:
     """
     if arguments_of(view.node).get("dropout_p"):
         raise view.fail("drops entries at random")
-    qkv, others = view.args[:3], [*view.args[3:], *view.node.kwargs.values()]
-    masks = [a for a in others if isinstance(a, fx.Node)]
+    qkv, masks = view.args[:3], [a for a in view.args[3:] if isinstance(a, fx.Node)]
     state = view.state(qkv[0])
     batches_tokens = isinstance(state, Rows) and state.dim == 0
     if not batches_tokens or any(view.state(a) != state or view.rank(i) < 3 for i, a in enumerate(qkv)):
@@ -251,23 +236,17 @@ SIZED_WITH_ROWS = frozenset(("native_group_norm",))
 
 
 def _linear(view: NodeView) -> State:
-    """mm(x, w), linear(x, w, b), fixed_linear(x, w, b): a row of the result is a row of x times a shared
-    matrix. The sum runs over the last dimension of x, which must not be that of the rows.
+    """mm(x, w), linear(x, w, b), addmm(b, x, w)...: a row of the result is a row of x times a shared matrix,
+    and a shared bias. The sum runs over the last dimension of x, which must not be that of the rows.
     """
-    view.require_shared(1, 2)
-    if view.rows_of().dim == view.rank() - 1:
+    of_rows = 1 if "addmm" in view.name else 0
+    view.require_shared(1 - of_rows, 2)
+    rows = view.rows_of(of_rows)
+    if rows.dim == view.rank(of_rows) - 1:
         raise view.fail("contracts the token dimension")
     if view.name == "matmul" and view.rank(1) > 2:
         raise view.fail("multiplies with several matrices")
-    return view.rows_of()
-
-
-def _addmm(view: NodeView) -> State:
-    """addmm(b, x, w): rows of x times a shared matrix, and a shared bias."""
-    view.require_shared(0, 2)
-    if view.rows_of(1).dim != 0:
-        raise view.fail("contracts the token dimension")
-    return view.rows_of(1)
+    return rows
 
 
 def _batched_product(view: NodeView) -> State:
@@ -299,30 +278,40 @@ def _normalize_trailing(view: NodeView) -> State:
     return view.each_result(view.rows_of())
 
 
-def _softmax(view: NodeView) -> State:
-    """softmax(x, dim): an entry is divided by a sum along `dim`, which is in its own row."""
-    if view.dim(view.arg(1)) == view.rows_of().dim:
-        raise view.fail("runs along the token dimension")
-    return view.rows_of()
+_ALONG = _by_operation(
+    {
+        "runs along the token dimension": "_softmax _log_softmax _safe_softmax softmax",
+        "reduces over tokens": """sum mean amax amin argmax argmin prod any all var std var_mean
+            linalg_vector_norm""",
+        "cuts the token dimension": "split split_with_sizes chunk",
+        "cuts windows along the token dimension": "unfold",
+        "takes one token": "select",
+        "takes tokens apart": "unbind",
+        "reverses the tokens": "flip",
+        "moves the tokens": "roll",
+    }
+)
+"""What such an operation does to tokens along one of its dimensions."""
+
+
+def _along(view: NodeView) -> State:
+    """softmax(x, dim), flip(x, dims), select(x, dim, index), sum(x, dims)...: an entry of the result comes
+    from those along these dimensions, no dims being all: from one row if the rows' is none of them. Only they
+    may be gone.
+    """
+    given = arguments_of(view.node)
+    dims = next((given[name] for name in ("dim", "dims", "dimension") if name in given), None)
+    along = view.dims(range(view.rank()) if dims is None or dims == [] else dims)
+    rows = view.rows_of()
+    if rows.dim in along:
+        raise view.fail(_ALONG[view.name])
+    are_gone = view.output().dim() < view.rank()
+    return view.each_result(rows.at(rows.dim - sum(are_gone and dim < rows.dim for dim in along)))
 
 
 def _scan(view: NodeView) -> State:
     """cumsum(x, dim): an entry comes from those up to its place along `dim`, of its row or of rows before."""
     return Rows(view.rows())
-
-
-def _reduce(view: NodeView) -> State:
-    """sum, mean, amax, var...: an entry comes from those along the dims, of one row if the rows' is not one.
-    No dims are all.
-    """
-    dims = arguments_of(view.node).get("dim")
-    reduced = view.dims(range(view.rank()) if dims is None or dims == [] else dims)
-    rows = view.rows_of()
-    if rows.dim in reduced:
-        raise view.fail("reduces over tokens")
-    kept = view.output().dim() == view.rank()
-    gone = 0 if kept else sum(1 for d in reduced if d < rows.dim)
-    return view.each_result(rows.at(rows.dim - gone))
 
 
 def _over_batch(view: NodeView) -> State:
@@ -406,16 +395,16 @@ def _reshape(view: NodeView) -> State:
 
 
 def _permute(view: NodeView) -> State:
-    """permute(x, dims): dimension i of the result is dimension dims[i] of x."""
-    permutation = [view.dim(d) for d in view.arg(1)]
-    return view.rows_of().at(permutation.index(view.rows_of().dim))
-
-
-def _transpose(view: NodeView) -> State:
-    """transpose(x, a, b), t: two dimensions change places."""
-    first, second = (0, 1) if view.name == "t" else (view.dim(view.arg(1)), view.dim(view.arg(2)))
-    rows = view.rows_of()
-    return rows.at({first: second, second: first}.get(rows.dim, rows.dim)) if view.rank() > 1 else rows
+    """permute(x, dims): dimension i of the result is dimension dims[i] of x; transpose(x, a, b) and t
+    exchange two dimensions.
+    """
+    dims = [*range(view.rank())]
+    if view.name == "permute":
+        dims = [view.dim(d) for d in view.arg(1)]
+    elif len(dims) > 1:
+        first, second = (0, 1) if view.name == "t" else map(view.dim, view.args[1:3])
+        dims[first], dims[second] = second, first
+    return view.rows_of().at(dims.index(view.rows_of().dim))
 
 
 def _unsqueeze(view: NodeView) -> State:
@@ -437,23 +426,6 @@ def _squeeze(view: NodeView) -> State:
     return rows.at(rows.dim - sum(1 for d in at if sizes[d] == 1 and d < rows.dim))
 
 
-def _flip(view: NodeView) -> State:
-    """flip(x, dims): entries in reverse along dims, which are in the same row if the rows' is not one."""
-    if view.rows() in view.dims(view.arg(1)):
-        raise view.fail("reverses the tokens")
-    return Rows(view.rows())
-
-
-def _roll(view: NodeView) -> State:
-    """roll(x, shifts, dims): entries move along dims, within their row if the rows' is not one. No dims are
-    all as one.
-    """
-    dims = view.dims(view.arg(2, ()))
-    if not dims or view.rows() in dims:
-        raise view.fail("moves the tokens")
-    return Rows(view.rows())
-
-
 def _slice(view: NodeView) -> State:
     """slice(x, dim, start, end, step): the same entries of every row; or all rows."""
     dim, rows = view.dim(view.arg(1, 0)), view.rows_of()
@@ -462,22 +434,6 @@ def _slice(view: NodeView) -> State:
     if dim == rows.dim and not is_whole:
         raise view.fail("cuts the token dimension")
     return rows
-
-
-def _select(view: NodeView) -> State:
-    """select(x, dim, index), unbind(x, dim): one entry of every row, or each in a tensor of its own."""
-    dim, rows = view.dim(view.arg(1, 0)), view.rows_of()
-    if dim == rows.dim:
-        raise view.fail("takes one token" if view.name == "select" else "takes tokens apart")
-    return view.each_result(rows.at(rows.dim - 1) if dim < rows.dim else rows)
-
-
-def _split(view: NodeView) -> State:
-    """split(x, sizes, dim): parts of every row."""
-    dim, rows = view.dim(view.arg(2, 0)), view.rows_of()
-    if dim == rows.dim:
-        raise view.fail("cuts the token dimension")
-    return view.each_result(rows)
 
 
 def _cat(view: NodeView) -> State:
@@ -530,13 +486,7 @@ SIZED = frozenset((*CONSTRUCTORS, *COPIES, *RESHAPES, "varlen_attention"))
 """These take sizes, which may follow the token count: their rules and the sizes of their results decide."""
 
 
-def _by_operation(rules: Mapping[Rule, str]) -> dict[str, Rule]:
-    pairs = [(operation, rule) for rule, operations in rules.items() for operation in operations.split()]
-    assert len(pairs) == len(dict(pairs)), "an operation has two rules"
-    return dict(pairs)
-
-
-RULES = _by_operation(
+RULES: dict[str, Rule] = _by_operation(
     {
         pointwise: "floor_divide",  # which torch does not tag
         _same: """alias clone contiguous detach _to_copy to lift_fresh_copy zeros_like ones_like empty_like
@@ -544,20 +494,15 @@ RULES = _by_operation(
         _triangle: "tril triu",
         _expand: "expand",
         _repeat: "repeat",
-        _unfold: "unfold",
-        _embedding: "embedding",
-        _index: "index _unsafe_index",
-        _index_select: "index_select",
+        _index: "index _unsafe_index index_select embedding",
         _permute_rows: "fxsplit::permute_rows",
         _varlen_attention: "varlen_attention",
         _dense_attention: " ".join(DENSE_ATTENTIONS),
-        _linear: "mm matmul linear fxsplit::linear fxsplit::fixed_linear",
-        _addmm: "addmm fxsplit::addmm_gelu",
+        _linear: "mm matmul linear fxsplit::linear fxsplit::fixed_linear addmm fxsplit::addmm_gelu",
         _batched_product: "bmm baddbmm",
         _normalize_trailing: "native_layer_norm layer_norm _fused_rms_norm rms_norm",
-        _softmax: "_softmax _log_softmax _safe_softmax softmax",
         _scan: "cumsum cumprod logcumsumexp",
-        _reduce: "sum mean amax amin argmax argmin prod any all var std var_mean linalg_vector_norm",
+        _along: " ".join(_ALONG),
         _over_batch: "convolution im2col col2im",
         _over_space: """avg_pool2d avg_pool3d max_pool2d_with_indices max_pool3d_with_indices
             _adaptive_avg_pool2d _adaptive_avg_pool3d adaptive_max_pool2d adaptive_max_pool3d
@@ -569,15 +514,10 @@ RULES = _by_operation(
         _group_norm: "native_group_norm",
         _batch_norm: "_native_batch_norm_legit_no_training",
         _reshape: " ".join(RESHAPES),
-        _permute: "permute",
-        _transpose: "transpose t",
+        _permute: "permute transpose t",
         _unsqueeze: "unsqueeze",
         _squeeze: "squeeze",
-        _flip: "flip",
-        _roll: "roll",
         _slice: "slice",
-        _select: "select unbind",
-        _split: "split split_with_sizes chunk",
         _cat: "cat stack",
         _pad: "constant_pad_nd",
         _constructor: " ".join(CONSTRUCTORS),

@@ -12,9 +12,9 @@ import sympy
 import torch
 from torch import fx
 
-from fxsplit_encoder._torch.dispatch import OpOverload, has_tag, schema_of
+from fxsplit_encoder._torch.dispatch import OpOverload, has_tag
 from fxsplit_encoder._torch.symbols import FloorDiv, Mod, PythonMod, expression_of
-from fxsplit_encoder.compile.rewriting import node_value
+from fxsplit_encoder.compile.rewriting import arguments_of, node_value
 from fxsplit_encoder.compile.sizes import shape_exprs
 
 # The token count is a multiple of the divisor that the trace's guards ask for: `divisor * _GROUPS`.
@@ -167,7 +167,7 @@ class NodeView:
         self.states = states
         self.seeds = seeds
         self.sizes = sizes
-        self.args = positional(node)
+        self.args = tuple(arguments_of(node).values())
         self.name = operation(node)
 
     def arg(self, position: int, default: Any = None) -> Any:
@@ -254,17 +254,6 @@ def operation(node: fx.Node) -> str:
     name: str = target.overloadpacket.__name__
     known = target.namespace == "aten" or (target.namespace == "fxsplit" and name in _OUR_ATTENTIONS)
     return name if known else f"{target.namespace}::{name}"
-
-
-def positional(node: fx.Node) -> tuple[Any, ...]:
-    """Returns a node's arguments by position, named and default ones included."""
-    args = list(node.args)
-    if isinstance(node.target, OpOverload):
-        for parameter in schema_of(node.target).arguments[len(args) :]:
-            if parameter.kwarg_only:
-                break
-            args.append(node.kwargs.get(parameter.name, parameter.default_value))
-    return tuple(args)
 
 
 def draws_random_numbers(node: fx.Node) -> bool:

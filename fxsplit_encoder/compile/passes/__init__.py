@@ -48,9 +48,6 @@ PASSES: Mapping[str, Pass] = {
 DEFAULT_PASSES: Mapping[str, tuple[str, ...]] = {"cpu": ("conv_to_linear",), "cuda": tuple(PASSES)}
 """What `passes: auto` stands for, by the type of the device; on others nothing."""
 
-_LEAST_CAPABILITY = {"decomposed_bias": (9, 0)}
-"""Least compute capability where a pass is a default: cuDNN's kernels for wide heads are of Hopper."""
-
 # Passes that keep parameters in another form, see `compile.derived`.
 _DERIVING = frozenset(
     {
@@ -58,9 +55,6 @@ _DERIVING = frozenset(
         "measured_activations",
     }
 )
-
-# After all passes that see layers by torch's names; marks go to the nodes that it leaves.
-_FIXED_BEFORE = "output_branch"
 
 BEFORE_MASKS = ("folded_adapters",)
 """Passes that run before pad rows are masked: beside a layer an adapter reads attention's result too, so that
@@ -73,13 +67,12 @@ def default_passes(device: torch.device, policy: InvariantPolicy = BATCH_DEPENDE
     if device.type != "cuda":
         return names
     capability = torch.cuda.get_device_capability(device)
-    # It pays where kernels have activations in their epilogue that torch's have not.
-    left_out = (
-        "" if has_fused_activations(capability) and not policy.one_order_of_sums else "measured_activations"
-    )
-    return tuple(
-        name for name in names if name != left_out and capability >= _LEAST_CAPABILITY.get(name, (0, 0))
-    )
+    pays = {
+        # Where kernels have activations in their epilogue that torch's have not.
+        "measured_activations": has_fused_activations(capability) and not policy.one_order_of_sums,
+        "decomposed_bias": capability >= (9, 0),  # cuDNN's kernels for wide heads are of Hopper
+    }
+    return tuple(name for name in names if pays.get(name, True))
 
 
 def expected_width(width: int, names: Sequence[str] | None, device: torch.device) -> int:
@@ -103,7 +96,8 @@ def passes_for(
         raise ConfigError(f"passes: no pass is called {', '.join(unknown)}; allowed: {', '.join(PASSES)}")
     due: dict[str, Pass] = {}
     for name, run in PASSES.items():
-        if policy.one_order_of_sums and name == _FIXED_BEFORE:
+        # After all passes that see layers by torch's names; marks go to the nodes that it leaves.
+        if policy.one_order_of_sums and name == "output_branch":
             due["fixed_products"] = fixed_products
         if name in chosen and (may_derive or name not in _DERIVING):
             due[name] = run

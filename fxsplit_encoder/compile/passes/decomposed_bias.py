@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, fx
 
 from fxsplit_encoder._torch.aot import fake_mode_of
-from fxsplit_encoder.compile.passes.layers import is_only_result
-from fxsplit_encoder.compile.rewriting import arguments_of, call_function
+from fxsplit_encoder.compile.passes.layers import Attention, attention_of
+from fxsplit_encoder.compile.rewriting import at_every_node, call_function
 from fxsplit_encoder.compile.sizes import shape_exprs
 
 aten = torch.ops.aten
@@ -45,35 +45,29 @@ _VIEWS = (
 _WIDTH_STEP, _MOST_WIDTH = 8, 256
 
 
-def decomposed_bias(module: fx.GraphModule) -> int:
+@at_every_node
+def decomposed_bias(node: fx.Node) -> bool:
     """Widens heads of attention over a grid whose bias is a term for the key's row and one for its column.
 
     Exact: a query with its terms among its features, divided by the scale, a power of two, times a key with a
     one at its row and at its column there is the biased score, without rounding of the terms' sum. The terms
     are products, so they are finite: a mask's minus infinity times zeros would be NaN.
     """
-    changed = 0
-    for node in list(module.graph.nodes):
-        biased = _biased(node) if node.target in _KERNELS else None
-        if biased is not None:
-            _replace(module.graph, node, biased)
-            changed += 1
-    return changed
+    biased = _biased(node)
+    if biased is not None:
+        _replace(node.graph, biased)
+    return biased is not None
 
 
 @dataclass(frozen=True, slots=True)
 class _Biased:
     """An attention whose bias is `rows + columns`."""
 
-    query: fx.Node
-    key: fx.Node
-    value: fx.Node
-    """(batch, heads, tokens, head_dim), each of the three."""
+    attention: Attention
     rows: fx.Node
     """(..., grid rows, 1), batch, heads and queries in front."""
     columns: fx.Node
     """(..., 1, grid columns)."""
-    scale: float
 
     @property
     def grid(self) -> tuple[int, int]:
@@ -81,29 +75,27 @@ class _Biased:
 
     @property
     def width(self) -> int:
-        return -(-(_value(self.query).shape[-1] + sum(self.grid)) // _WIDTH_STEP) * _WIDTH_STEP
+        return -(-(_value(self.attention.query).shape[-1] + sum(self.grid)) // _WIDTH_STEP) * _WIDTH_STEP
 
 
 def _biased(node: fx.Node) -> _Biased | None:
-    given = arguments_of(node)
-    bias = given.get("attn_bias", given.get("attn_mask"))
-    if bias is None or given["dropout_p"] or given["is_causal"] or not is_only_result(node):
+    attention = attention_of(node)
+    if attention is None or attention.bias is None:
         return None
-    query, key, value = given["query"], given["key"], given["value"]
-    if shape_exprs(_value(bias))[:3] != shape_exprs(_value(query))[:3]:
+    query, key, value = attention.query, attention.key, attention.value
+    if shape_exprs(_value(attention.bias))[:3] != shape_exprs(_value(query))[:3]:
         return None  # it is broadcast
     if not all(isinstance(size, int) for each in (query, key, value) for size in _value(each).shape[1:]):
         return None  # the grid's size is not known
-    summed = _in_order(bias)
+    summed = _in_order(attention.bias)
     if summed.target is not aten.add.Tensor or summed.kwargs:
         return None
     first, second = summed.args
     terms = next((t for t in ((first, second), (second, first)) if _are_terms(*t, key)), None)
     if terms is None:
         return None
-    scale = given["scale"] if given["scale"] is not None else _value(query).shape[-1] ** -0.5
-    found = _Biased(query, key, value, *terms, scale)
-    is_exact = math.frexp(scale)[0] == 0.5
+    found = _Biased(attention, *terms)
+    is_exact = math.frexp(attention.scale)[0] == 0.5
     fits = found.width <= _MOST_WIDTH and _value(value).shape[-1] <= found.width
     runs = _value(query).dtype in _DTYPES.get(_value(query).device.type, ())
     return found if is_exact and fits and runs else None
@@ -159,8 +151,9 @@ def _is_product(node: Any) -> bool:
     return isinstance(node, fx.Node) and node.target in _PRODUCTS
 
 
-def _replace(graph: fx.Graph, node: fx.Node, biased: _Biased) -> None:
-    query, key, value = biased.query, biased.key, biased.value
+def _replace(graph: fx.Graph, biased: _Biased) -> None:
+    attention = biased.attention
+    node, query, key, value = attention.node, attention.query, attention.key, attention.value
     batch, heads, queries, head_dim = _value(query).shape
     keys, value_dim = _value(value).shape[2:]
     rows, columns = biased.grid
@@ -170,7 +163,7 @@ def _replace(graph: fx.Graph, node: fx.Node, biased: _Biased) -> None:
         count = batch if type(batch) is int else call_function(graph, aten.sym_size.int, query, 0)
 
         def term(source: fx.Node, width: int) -> fx.Node:
-            scaled = call_function(graph, aten.mul.Tensor, source, 1 / biased.scale)
+            scaled = call_function(graph, aten.mul.Tensor, source, 1 / attention.scale)
             flat = call_function(graph, aten.clone.default, scaled, memory_format=torch.contiguous_format)
             return call_function(graph, aten.view.default, flat, [count, heads, queries, width])
 
@@ -183,15 +176,12 @@ def _replace(graph: fx.Graph, node: fx.Node, biased: _Biased) -> None:
         ones = call_function(graph, aten.expand.default, _positions(graph, biased, missing), shape)
         wide_key = call_function(graph, aten.cat.default, [key, ones], -1)
         values = [value, None, False] if kernel is _CUDNN else [widened(value, biased.width - value_dim)]
-        attended = call_function(graph, kernel, wide_query, wide_key, *values, scale=biased.scale)
+        attended = call_function(graph, kernel, wide_query, wide_key, *values, scale=attention.scale)
         narrow = call_function(graph, operator.getitem, attended, 0)
         if kernel is not _CUDNN:
             narrow = call_function(graph, aten.slice.Tensor, narrow, 3, 0, value_dim)
-        for user in list(node.users):
-            if user.users:
-                user.replace_all_uses_with(_with_layout(graph, narrow, _value(user)))
-            graph.erase_node(user)
-    graph.erase_node(node)
+        placed = _with_layout(graph, narrow, node.meta["val"][0])
+    attention.replace_by(placed)
 
 
 def _with_layout(graph: fx.Graph, source: fx.Node, expected: Tensor) -> fx.Node:
@@ -205,7 +195,7 @@ def _with_layout(graph: fx.Graph, source: fx.Node, expected: Tensor) -> fx.Node:
 def _positions(graph: fx.Graph, biased: _Biased, missing: int) -> fx.Node:
     """(keys, grid rows + columns + missing): ones at the row and the column of each key, to be fused."""
     rows, columns = biased.grid
-    key = _value(biased.key)
+    key = _value(biased.attention.key)
 
     def count(to: int) -> fx.Node:
         return call_function(graph, aten.arange.default, to, device=key.device)

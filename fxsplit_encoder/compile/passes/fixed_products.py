@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxsplit_encoder.compile.passes.dense_attention import attends_plainly, replace_by_dense_attention
+from fxsplit_encoder.compile.passes.dense_attention import plain_attention_of, replace_by_dense_attention
 from fxsplit_encoder.compile.passes.gelu_epilogue import addmm_gelu
-from fxsplit_encoder.compile.rewriting import call_function, is_parameter
+from fxsplit_encoder.compile.rewriting import at_every_node, is_parameter, replace_by_call
 from fxsplit_encoder.kernels.products.fixed import GELU_TANH, NOTHING, fixed_linear
 
 aten = torch.ops.aten
@@ -17,24 +17,18 @@ aten = torch.ops.aten
 _TRANSPOSES = (aten.t.default, aten.transpose.int, aten.permute.default, aten.view.default)
 
 
-def fixed_products(module: fx.GraphModule) -> int:
+@at_every_node
+def fixed_products(node: fx.Node) -> bool:
     """Replaces every product of rows with parameters, and every attention over a batch without a mask.
 
     Exact: they are the same, by kernels that add in one order whatever the rows.
     """
-    changed = 0
-    for node in list(module.graph.nodes):
-        if attends_plainly(node):
-            replace_by_dense_attention(module.graph, node)
-        elif (product := _product_of(node)) is not None:
-            with module.graph.inserting_before(node):
-                fixed = call_function(module.graph, fixed_linear, *product)
-            node.replace_all_uses_with(fixed)
-            module.graph.erase_node(node)
-        else:
-            continue
-        changed += 1
-    return changed
+    attention, product = plain_attention_of(node), _product_of(node)
+    if attention is not None:
+        replace_by_dense_attention(attention)
+    elif product is not None:
+        replace_by_call(node, fixed_linear, *product)
+    return attention is not None or product is not None
 
 
 def _product_of(node: fx.Node) -> tuple[Any, Any, Any, str] | None:

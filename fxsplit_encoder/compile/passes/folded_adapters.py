@@ -8,22 +8,25 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxsplit_encoder.compile.passes.layers import Linear, is_reshape, linear_of
-from fxsplit_encoder.compile.rewriting import call_function, derived_parameter
+from fxsplit_encoder.compile.passes.layers import Linear, is_reshape, layer_before
+from fxsplit_encoder.compile.rewriting import at_every_node, call_function, derived_parameter
 from fxsplit_encoder.compile.sizes import shape_exprs
 
 aten = torch.ops.aten
 
 
-def folded_adapters(module: fx.GraphModule) -> int:
+@at_every_node
+def folded_adapters(node: fx.Node) -> bool:
     """Makes a linear layer, to whose output `scale * (rows @ down.T @ up.T)` is added, one layer.
 
     Exact: the sums are those of the weight `weight + scale * up @ down`, which is computed in float32 and
     rounded once; in 16 bits a layer's results are rounded twice less, which makes up for it. Left alone, the
     small products are two more kernels a layer (times: docs/features.md).
     """
-    nodes = module.graph.find_nodes(op="call_function", target=aten.add.Tensor)
-    return sum(_fold(module.graph, node) for node in nodes)  # in order: adapters may be added to others
+    found = _adapter(node) if node.target is aten.add.Tensor else None
+    if found is not None:
+        _fold(node.graph, node, *found)
+    return found is not None
 
 
 def with_adapter(weight: Tensor, down: Tensor, up: Tensor, *, scale: float) -> Tensor:
@@ -39,11 +42,7 @@ def with_bias(bias: Tensor, added: Tensor, *, scale: float) -> Tensor:
     return (bias.float() + scale * added.float()).to(bias.dtype)
 
 
-def _fold(graph: fx.Graph, node: fx.Node) -> bool:
-    found = _adapter(node)
-    if found is None:
-        return False
-    base, down, up, scale = found
+def _fold(graph: fx.Graph, node: fx.Node, base: Linear, down: Linear, up: Linear, scale: float) -> None:
     fold = functools.partial(with_adapter, scale=scale)
     weight = derived_parameter(graph, fold, base.weight, down.weight, up.weight)
     bias = base.bias
@@ -62,17 +61,17 @@ def _fold(graph: fx.Graph, node: fx.Node) -> bool:
             result = call_function(graph, aten._to_copy.default, source, dtype=dtype)
     node.replace_all_uses_with(result)
     graph.erase_node(node)
-    return True
 
 
 def _adapter(node: fx.Node) -> tuple[Linear, Linear, Linear, float] | None:
     """Returns the layer, the two layers of its adapter and their scale that a sum adds; None: another sum."""
-    base, scaled = (_layer_of(node.args[0], node), node.args[1]) if len(node.args) == 2 else (None, None)
+    result, scaled = node.args
+    base = layer_before(result, _passes_on)
     if not isinstance(scaled, fx.Node) or scaled.target is not aten.mul.Tensor or len(scaled.users) > 1:
         return None
     product, scale = scaled.args
-    up = _layer_of(product, scaled)
-    down = None if up is None else _layer_of(up.rows, up.node)
+    up = layer_before(product, _passes_on)
+    down = None if up is None else layer_before(up.rows, _passes_on)
     if base is None or up is None or down is None or not isinstance(scale, float | int) or node.kwargs:
         return None
     has_no_place = down.bias is not None or (up.bias is not None and base.bias is None)
@@ -85,17 +84,6 @@ def _fit(node: fx.Node, base: Linear, down: Linear, up: Linear) -> bool:
     widths = (down.in_features, down.out_features, up.out_features)
     expected = (base.in_features, up.in_features, base.out_features)
     return len(summed) == 1 and widths == expected and _are_same(down.rows, base.rows)
-
-
-def _layer_of(result: Any, reader: fx.Node) -> Linear | None:
-    """Returns the linear layer before a value that `reader` alone reads, through reshapes and conversions."""
-    while isinstance(result, fx.Node) and [*result.users] == [reader]:
-        if (layer := linear_of(result)) is not None:
-            return layer
-        if not _passes_on(result):
-            return None
-        result, reader = result.args[0], result
-    return None
 
 
 def _passes_on(node: fx.Node) -> bool:

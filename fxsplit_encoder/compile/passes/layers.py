@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
-from fxsplit_encoder.compile.rewriting import call_function, is_parameter
+from fxsplit_encoder.compile.rewriting import (
+    arguments_of,
+    call_function,
+    derived_parameter,
+    is_parameter,
+    retrace,
+)
 from fxsplit_encoder.compile.sizes import expression, shape_exprs
 
 aten = torch.ops.aten
@@ -39,11 +45,18 @@ class Linear:
         return int(self.weight.meta["val"].shape[0])
 
     def replace_parameters(self, weight: fx.Node, bias: fx.Node | None) -> None:
-        """Sets other parameters; the caller redoes the traced value."""
+        """Sets other parameters, and redoes the traced value."""
         graph = self.node.graph
         with graph.inserting_before(self.node):
             matrix = call_function(graph, aten.t.default, weight)
         self.node.args = (self.rows, matrix) if bias is None else (bias, self.rows, matrix)
+        retrace(self.node)
+
+    def derive_outputs(self, make: Callable[[Tensor], Tensor]) -> None:
+        """Makes other output features: `make` returns the rows of a weight, or the entries of a bias."""
+        graph = self.node.graph
+        bias = None if self.bias is None else derived_parameter(graph, make, self.bias)
+        self.replace_parameters(derived_parameter(graph, make, self.weight), bias)
 
 
 def linear_of(node: Any) -> Linear | None:
@@ -102,6 +115,17 @@ def is_reshape(node: fx.Node) -> bool:
     return node.target in _RESHAPES
 
 
+def layer_before(result: Any, is_passed: Callable[[fx.Node], bool] = is_reshape) -> Linear | None:
+    """Returns the linear layer before a value, through reshapes; None: another node reads one of them."""
+    while isinstance(result, fx.Node) and len(result.users) == 1:
+        if (layer := linear_of(result)) is not None:
+            return layer
+        if not is_passed(result):
+            return None
+        result = result.args[0]
+    return None
+
+
 def are_same_rows(rows: fx.Node, others: fx.Node) -> bool:
     """Whether two layers read the same rows, perhaps through reshapes."""
     if rows is others:
@@ -119,7 +143,45 @@ def keeps_features(node: fx.Node) -> bool:
     return len({expression(shape[-1]) for shape in sizes}) == 1
 
 
-def is_only_result(node: fx.Node) -> bool:
-    """Whether only the first result of a kernel has users."""
+TORCH_KERNELS = (
+    aten._scaled_dot_product_flash_attention.default,
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+    aten._scaled_dot_product_efficient_attention.default,
+    aten._scaled_dot_product_cudnn_attention.default,
+)
+"""What AOT makes of scaled_dot_product_attention."""
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """Attention over a batch by a kernel of torch, of which only the first result is read."""
+
+    node: fx.Node
+    query: fx.Node
+    key: fx.Node
+    value: fx.Node
+    """(batch, heads, tokens, head_dim), each of the three."""
+    bias: fx.Node | None
+    scale: float
+
+    def replace_by(self, result: fx.Node) -> None:
+        """Puts a value in the place of the result."""
+        for user in list(self.node.users):
+            user.replace_all_uses_with(result)
+            result.graph.erase_node(user)
+        result.graph.erase_node(self.node)
+
+
+def attention_of(node: fx.Node) -> Attention | None:
+    """Returns the attention that a node is; None if it is none, is causal or drops entries."""
+    if node.target not in TORCH_KERNELS:
+        return None
+    given = arguments_of(node)
     read = [user for user in node.users if user.users or user.target is not operator.getitem]
-    return all(user.target is operator.getitem and user.args[1] == 0 for user in read)
+    is_only_result = all(user.target is operator.getitem and user.args[1] == 0 for user in read)
+    if given["dropout_p"] or given["is_causal"] or not is_only_result:
+        return None
+    query, key, value, scale = (given[name] for name in ("query", "key", "value", "scale"))
+    bias = given.get("attn_bias", given.get("attn_mask"))
+    width = query.meta["val"].shape[-1]
+    return Attention(node, query, key, value, bias, width**-0.5 if scale is None else scale)

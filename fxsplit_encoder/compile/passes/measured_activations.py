@@ -8,10 +8,16 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxsplit_encoder.compile.passes.gelu_epilogue import addmm_gelu, before_reshapes, linear_before
-from fxsplit_encoder.compile.passes.layers import Linear, are_same_rows, linear_of
+from fxsplit_encoder.compile.passes.gelu_epilogue import addmm_gelu
+from fxsplit_encoder.compile.passes.layers import Linear, are_same_rows, layer_before
 from fxsplit_encoder.compile.passes.pad_mlp_width import pad_rows
-from fxsplit_encoder.compile.rewriting import call_function, derivation, derived_parameter, is_parameter
+from fxsplit_encoder.compile.rewriting import (
+    at_every_node,
+    derivation,
+    derived_parameter,
+    is_parameter,
+    replace_by_call,
+)
 from fxsplit_encoder.compile.sizes import shape_exprs
 from fxsplit_encoder.kernels.products.measured import interleaved, linear
 
@@ -21,7 +27,8 @@ aten = torch.ops.aten
 _DTYPES = (torch.bfloat16, torch.float16)
 
 
-def measured_activations(module: fx.GraphModule) -> int:
+@at_every_node
+def measured_activations(node: fx.Node) -> bool:
     """Replaces linear layers with a GELU after them, of either form, and pairs of them whose results are
     silu(gate) * up, by an op whose kernel was measured to be the fastest for their number of rows.
 
@@ -29,15 +36,11 @@ def measured_activations(module: fx.GraphModule) -> int:
     error is more than a twentieth above that of torch's product and activation. The weights of a pair are
     kept as one, row by row in turn.
     """
-    changed = 0
-    for node in list(module.graph.nodes):
-        if node.target is addmm_gelu:
-            changed += _replace_epilogue(node)
-        elif node.target is aten.gelu.default:
-            changed += _replace_gelu(node)
-        elif node.target is aten.mul.Tensor:
-            changed += _replace_swiglu(node)
-    return changed
+    if node.target is addmm_gelu:
+        return _replace_epilogue(node)
+    if node.target is aten.gelu.default:
+        return _replace_gelu(node)
+    return node.target is aten.mul.Tensor and _replace_swiglu(node)
 
 
 def _replace_epilogue(node: fx.Node) -> bool:
@@ -46,16 +49,16 @@ def _replace_epilogue(node: fx.Node) -> bool:
         return False
     if not is_parameter(matrix.args[0]) or not _has_choice(node):
         return False
-    _replace(node, rows, matrix.args[0], bias, "gelu_tanh")
+    replace_by_call(node, linear, rows, matrix.args[0], bias, "gelu_tanh")
     return True
 
 
 def _replace_gelu(node: fx.Node) -> bool:
-    layer = linear_before(node)
-    if layer is None or not _has_choice(layer.node):
+    layer = layer_before(node.args[0])
+    if layer is None or layer.bias is None or not _has_choice(layer.node):
         return False
     activation = "gelu_tanh" if node.kwargs.get("approximate") == "tanh" else "gelu"
-    _replace(layer.node, layer.rows, layer.weight, layer.bias, activation)
+    replace_by_call(layer.node, linear, layer.rows, layer.weight, layer.bias, activation)
     reshaped: Any = node.args[0]
     node.replace_all_uses_with(reshaped)
     return True
@@ -68,7 +71,7 @@ def _replace_swiglu(node: fx.Node) -> bool:
     silu, gate, up = found
     weight = _in_turn(gate.weight, up.weight)
     bias = None if gate.bias is None or up.bias is None else _in_turn(gate.bias, up.bias)
-    _replace(gate.node, gate.rows, weight, bias, "swiglu")
+    replace_by_call(gate.node, linear, gate.rows, weight, bias, "swiglu")
     gated: Any = silu.args[0]  # through reshapes, what has taken the gate's place
     node.replace_all_uses_with(gated)
     return True
@@ -81,7 +84,7 @@ def _gate_and_up(node: fx.Node) -> tuple[fx.Node, Linear, Linear] | None:
         return None
     (silu,) = silus
     other = factors[1 - factors.index(silu)]
-    gate, up = (linear_of(before_reshapes(each)) for each in (silu.args[0], other))
+    gate, up = map(layer_before, (silu.args[0], other))
     if gate is None or up is None or not _has_choice(gate.node):
         return None
     shapes = {shape_exprs(each.meta["val"]) for each in (node, silu, other)}
@@ -110,10 +113,3 @@ def _unpadded(parameter: fx.Node) -> fx.Node:
 def _has_choice(node: fx.Node) -> bool:
     value: Any = node.meta["val"]
     return value.dtype in _DTYPES or value.device.type != "cuda"
-
-
-def _replace(node: fx.Node, rows: Any, weight: Any, bias: Any, activation: str) -> None:
-    """Replaces a node by a measured layer; the node stays in the graph, without users."""
-    with node.graph.inserting_before(node):
-        measured = call_function(node.graph, linear, rows, weight, bias, activation)
-    node.replace_all_uses_with(measured)

@@ -11,9 +11,8 @@ from torch import Tensor, fx
 
 from fxsplit_encoder._torch.aot import fake_mode_of
 from fxsplit_encoder.compile.layouts import traced_downstream
-from fxsplit_encoder.compile.passes.dense_attention import TORCH_KERNELS
-from fxsplit_encoder.compile.passes.layers import Linear, are_same_rows, linear_of, product
-from fxsplit_encoder.compile.rewriting import arguments_of, call_function, derived_parameter
+from fxsplit_encoder.compile.passes.layers import TORCH_KERNELS, Linear, are_same_rows, linear_of, product
+from fxsplit_encoder.compile.rewriting import arguments_of, at_every_node, call_function, derived_parameter
 from fxsplit_encoder.kernels.attention import dense_attention, varlen_attention
 
 aten = torch.ops.aten
@@ -39,7 +38,8 @@ def no_bias(weight: Tensor) -> Tensor:
     return weight.new_zeros(weight.shape[0])
 
 
-def merged_projections(module: fx.GraphModule) -> int:
+@at_every_node
+def merged_projections(node: fx.Node) -> int:
     """Replaces linear layers of the same rows, each of which makes the query, the key or the value of one
     attention, by one layer.
 
@@ -47,15 +47,13 @@ def merged_projections(module: fx.GraphModule) -> int:
     a part of the common result, a view whose rows are further apart. Layers stay as they are where an
     operation cannot read that, or a part would not begin at a multiple of 16 bytes.
     """
-    changed = 0
-    for node in list(module.graph.nodes):
-        if node.target in _ATTENTION:
-            given = arguments_of(node)
-            found = {_only_layer(given[name]) for name in ("query", "key", "value")}
-            in_order = [linear_of(each) for each in module.graph.nodes if each in found]
-            layers = _of_same_rows(layer for layer in in_order if layer is not None)
-            changed += sum(_merge(module.graph, each) for each in layers)
-    return changed
+    if node.target not in _ATTENTION:
+        return 0
+    given = arguments_of(node)
+    found = {_only_layer(given[name]) for name in ("query", "key", "value")}
+    in_order = [linear_of(each) for each in node.graph.nodes if each in found]
+    layers = _of_same_rows(layer for layer in in_order if layer is not None)
+    return sum(_merge(node.graph, each) for each in layers)
 
 
 def _only_layer(result: fx.Node) -> fx.Node | None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import fx
 
 from fxsplit_encoder._torch.distributed import calls_other_ranks
-from fxsplit_encoder.compile.rewriting import cuts_after_host_ops, is_parameter, mark_beside
+from fxsplit_encoder.compile.rewriting import BESIDE, cuts_after_host_ops, is_parameter
 
 aten = torch.ops.aten
 
@@ -37,8 +39,8 @@ def output_branch(module: fx.GraphModule) -> int:
         for nodes in aside[:-1]
         if any(map(_is_product, nodes)) and not any(calls_other_ranks(node.target) for node in nodes)
     ]
-    for nodes in groups:
-        mark_beside(nodes)
+    for node in itertools.chain.from_iterable(groups):
+        node.meta[BESIDE] = True
     return len(groups)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,15 +21,21 @@ from fxsplit_encoder.compile.passes.layers import (
     linear_of,
     views_of,
 )
-from fxsplit_encoder.compile.rewriting import call_function, derived_parameter, retrace
+from fxsplit_encoder.compile.rewriting import at_every_node, call_function, derived_parameter, retrace
 from fxsplit_encoder.compile.sizes import expression, shape_exprs
 
 aten = torch.ops.aten
 
 _TILE = 128
 
-# More padding than this part of the width costs more than whole tiles give.
+# More padding than this part of the width costs more than it gains.
 _MOST_PADDING = 1 / 8
+
+
+def padded_width(width: int, step: int) -> int:
+    """Returns the next multiple of a step; the width itself where that does not pay."""
+    padded = -(-width // step) * step
+    return width if padded - width > width * _MOST_PADDING else padded
 
 
 def pad_rows(weight: Tensor, rows: int, parts: int = 1) -> Tensor:
@@ -43,31 +50,26 @@ def pad_columns(weight: Tensor, columns: int, parts: int = 1) -> Tensor:
     return F.pad(each, [0, columns - each.shape[-1]]).flatten(1)
 
 
-def pad_mlp_width(module: fx.GraphModule) -> int:
+@at_every_node
+def pad_mlp_width(node: fx.Node) -> bool:
     """Pads two linear layers with an elementwise function between them, gated or not, whose hidden width is
     no multiple of 128. A gate may be part of the layer that it gates, whose result is cut into equal parts.
 
     Exact: the first layers get rows of zeros, so their further columns are 0; the function f maps those to
     f(0), which has to be finite; the second layer gets columns of zeros, so its sums gain f(0) times 0.
     """
-    changed = 0
-    for node in list(module.graph.nodes):
-        down = linear_of(node)
-        if down is None:
-            continue
-        width = down.in_features
-        padded = -(-width // _TILE) * _TILE
-        if padded == width or padded - width > width * _MOST_PADDING:
-            continue
-        hidden = _hidden(down)
-        if hidden is None:
-            continue
-        with unset_fake_temporarily():
-            is_finite = _is_finite_at_zero(hidden)
-        if is_finite:
-            _pad(module.graph, down, hidden, padded)
-            changed += 1
-    return changed
+    down = linear_of(node)
+    if down is None or (padded := padded_width(down.in_features, _TILE)) == down.in_features:
+        return False
+    hidden = _hidden(down)
+    if hidden is None:
+        return False
+    starts, between = hidden
+    with unset_fake_temporarily():
+        is_finite = _is_finite_at_zero(starts, between, down.rows)
+    if is_finite:
+        _pad(down, starts, between, padded)
+    return is_finite
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,23 +80,10 @@ class _Start:
     part: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Hidden:
-    """The nodes between the first and the second layers of an MLP."""
-
-    starts: dict[fx.Node, _Start]
-    between: list[fx.Node]
-    """Elementwise operations and reshapes, in the graph's order."""
-    result: Any
-
-    @property
-    def layers(self) -> dict[fx.Node, Linear]:
-        """The first layers, by their nodes."""
-        return {start.layer.node: start.layer for start in self.starts.values()}
-
-
-def _hidden(down: Linear) -> _Hidden | None:
-    """Returns None where a node between the layers is not elementwise, or is read elsewhere."""
+def _hidden(down: Linear) -> tuple[dict[fx.Node, _Start], list[fx.Node]] | None:
+    """Returns the results of the first layers, and the elementwise operations and reshapes after them, in
+    order; None where a node between the layers is another, or is read elsewhere.
+    """
     starts: dict[fx.Node, _Start] = {}
     between: set[fx.Node] = set()
     waiting = [down.rows]
@@ -111,11 +100,11 @@ def _hidden(down: Linear) -> _Hidden | None:
         else:
             return None
     in_order = [node for node in down.node.graph.nodes if node in between]
-    hidden = _Hidden(starts, in_order, down.rows)
-    views = (view for layer in hidden.layers for view in views_of(layer))
-    inside = {*hidden.layers, *views, *between, down.node}
+    layers = {start.layer.node for start in starts.values()}
+    views = (view for layer in layers for view in views_of(layer))
+    inside = {*layers, *views, *between, down.node}
     read_elsewhere = any(user not in inside for node in inside - {down.node} for user in node.users)
-    return hidden if starts and not read_elsewhere else None
+    return (starts, in_order) if starts and not read_elsewhere else None
 
 
 def _start(node: fx.Node, width: int) -> _Start | None:
@@ -155,12 +144,12 @@ def _tensors(node: fx.Node) -> list[fx.Node]:
     return [n for n in node.all_input_nodes if isinstance(n.meta["val"], torch.Tensor)]
 
 
-def _is_finite_at_zero(hidden: _Hidden) -> bool:
+def _is_finite_at_zero(starts: Iterable[fx.Node], between: Iterable[fx.Node], result: fx.Node) -> bool:
     """Runs the nodes between the layers on zeros."""
     values: dict[fx.Node, Any] = {
-        node: torch.zeros(1, dtype=node.meta["val"].dtype, device="cpu") for node in hidden.starts
+        node: torch.zeros(1, dtype=node.meta["val"].dtype, device="cpu") for node in starts
     }
-    for node in hidden.between:
+    for node in between:
         if keeps_features(node):
             values[node] = values[node.all_input_nodes[0]]
             continue
@@ -170,20 +159,18 @@ def _is_finite_at_zero(hidden: _Hidden) -> bool:
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: values[n])
         assert callable(node.target)
         values[node] = node.target(*args, **kwargs)
-    return bool(torch.isfinite(values[hidden.result]).all())
+    return bool(torch.isfinite(values[result]).all())
 
 
-def _pad(graph: fx.Graph, down: Linear, hidden: _Hidden, padded: int) -> None:
-    width = down.in_features
-    for layer in hidden.layers.values():
-        rows = functools.partial(pad_rows, rows=padded, parts=layer.out_features // width)
-        bias = None if layer.bias is None else derived_parameter(graph, rows, layer.bias)
-        layer.replace_parameters(derived_parameter(graph, rows, layer.weight), bias)
-        retrace(layer.node)
-    for node, start in hidden.starts.items():
+def _pad(down: Linear, starts: Mapping[fx.Node, _Start], between: Iterable[fx.Node], padded: int) -> None:
+    graph, width = down.node.graph, down.in_features
+    for layer in dict.fromkeys(start.layer for start in starts.values()):
+        parts = layer.out_features // width
+        layer.derive_outputs(functools.partial(pad_rows, rows=padded, parts=parts))
+    for node, start in starts.items():
         if node is not start.layer.node:
             node.replace_all_uses_with(_read(graph, node, start, padded))
-    for node in hidden.between:
+    for node in between:
         if is_reshape(node):
             shape: Any = node.args[1]
             node.args = (node.args[0], [*shape[:-1], padded if shape[-1] == width else shape[-1]])
@@ -192,7 +179,6 @@ def _pad(graph: fx.Graph, down: Linear, hidden: _Hidden, padded: int) -> None:
     current = linear_of(down.node)  # it may have read a first layer as it was
     assert current is not None
     current.replace_parameters(derived_parameter(graph, columns, down.weight), down.bias)
-    retrace(down.node)
 
 
 def _read(graph: fx.Graph, node: fx.Node, start: _Start, padded: int) -> fx.Node:

@@ -14,16 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from fxsplit_encoder.compile.passes.layers import VIEWS, Linear, layer_under, linear_of, views_of
-from fxsplit_encoder.compile.passes.pad_mlp_width import pad_columns
-from fxsplit_encoder.compile.rewriting import call_function, derived_parameter, retrace
+from fxsplit_encoder.compile.passes.pad_mlp_width import pad_columns, padded_width
+from fxsplit_encoder.compile.rewriting import at_every_node, call_function, derived_parameter
 from fxsplit_encoder.kernels.attention import dense_attention, varlen_attention
 
 aten = torch.ops.aten
 
 _STEP = 16
-
-# More than this part of the width costs the products around attention more than attention gains.
-_MOST_PADDING = 1 / 8
 
 # The dimensions that are not heads and features, of inputs and results: (tokens, heads, width) and (batch,
 # heads, tokens, width).
@@ -46,8 +43,7 @@ class Piece:
 
 def stored_width(width: int) -> int:
     """Returns the stored width of heads, where the graph around attention has the form for it."""
-    wide = -(-width // _STEP) * _STEP
-    return width if wide - width > width * _MOST_PADDING else wide
+    return padded_width(width, _STEP)
 
 
 def arrange_heads(weight: Tensor, pieces: tuple[Piece, ...]) -> Tensor:
@@ -61,21 +57,18 @@ def arrange_heads(weight: Tensor, pieces: tuple[Piece, ...]) -> Tensor:
     return torch.cat(parts)
 
 
-def wide_heads(module: fx.GraphModule) -> int:
+@at_every_node
+def wide_heads(node: fx.Node) -> bool:
     """Pads attention heads whose width is no multiple of 16 with zeros up to the next one.
 
     Exact: products of queries and keys gain zeros as terms; further columns of the values are zero, and so
     are those of the result, which meet columns of zeros in the layer that reads it. Results of linear layers
     are made wide by rows of zeros in their weights; others, as of rotary embeddings, are padded.
     """
-    changed = 0
-    for target in _TOKENS:
-        for node in module.graph.find_nodes(op="call_function", target=target):
-            found = _attention(node)
-            if found is not None:
-                _widen(module.graph, found)
-                changed += 1
-    return changed
+    layers = _layers_around(node) if node.target in _TOKENS else None
+    if layers is not None:
+        _widen(node, *layers)
+    return layers is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,18 +80,8 @@ class _Root:
     """Views of its output that something else computes with, (tokens, heads, width) or (tokens, features)."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Attention:
-    node: fx.Node
-    heads: int
-    width: int
-    wide: int
-    roots: list[_Root]
-    down: Linear
-
-
-def _attention(node: fx.Node) -> _Attention | None:
-    """None where the width is right, or the graph around has another form."""
+def _layers_around(node: fx.Node) -> tuple[list[_Root], Linear] | None:
+    """Returns the layers before and after; None: the width is right, or the graph has another form."""
     shape, dims = node.meta["val"].shape, _TOKENS[node.target]
     sizes = (shape[_HEADS], shape[-1], *(shape[dim] for dim in dims[1:]))
     if not all(isinstance(size, int) for size in sizes):
@@ -122,7 +105,7 @@ def _attention(node: fx.Node) -> _Attention | None:
         root.inputs[position] = dataclasses.replace(piece, wide=wide)
     if not all(_find_kept(root, node, heads, width) for root in roots.values()):
         return None
-    return _Attention(node, heads, width, wide, [*roots.values()], down)
+    return [*roots.values()], down
 
 
 def _piece(node: Any, linear: Linear, heads: int, width: int, dims: tuple[int, ...]) -> Piece | None:
@@ -192,35 +175,32 @@ def _reader(node: fx.Node, features: int) -> Linear | None:
     return None
 
 
-def _widen(graph: fx.Graph, found: _Attention) -> None:
-    node, dims = found.node, _TOKENS[found.node.target]
-    tokens = [node.meta["val"].shape[dim] for dim in dims[1:]]
+def _widen(node: fx.Node, roots: list[_Root], down: Linear) -> None:
+    graph, shape, dims = node.graph, node.meta["val"].shape, _TOKENS[node.target]
+    tokens, heads, width = [shape[dim] for dim in dims[1:]], shape[_HEADS], shape[-1]
+    wide = stored_width(width)
     inputs: dict[int, fx.Node] = {}
-    for root in found.roots:
+    for root in roots:
         inputs |= _widen_root(graph, root, tokens)
     with graph.inserting_before(node):
         for position, given in enumerate(node.args[:3]):
             if position not in inputs:
-                padding = [0, found.wide - found.width]
+                padding = [0, wide - width]
                 inputs[position] = call_function(graph, aten.constant_pad_nd.default, given, padding)
-        wide = call_function(graph, node.target, *(inputs[i] for i in range(3)), *node.args[3:])
+        result = call_function(graph, node.target, *(inputs[i] for i in range(3)), *node.args[3:])
         if len(dims) == 2:
-            wide = call_function(graph, aten.transpose.int, wide, 1, 2)
-        rows = call_function(graph, aten.view.default, wide, [-1, found.heads * found.wide])
-    pad = functools.partial(pad_columns, columns=found.wide, parts=found.heads)
-    down = dataclasses.replace(found.down, rows=rows)
+            result = call_function(graph, aten.transpose.int, result, 1, 2)
+        rows = call_function(graph, aten.view.default, result, [-1, heads * wide])
+    pad = functools.partial(pad_columns, columns=wide, parts=heads)
+    down = dataclasses.replace(down, rows=rows)
     down.replace_parameters(derived_parameter(graph, pad, down.weight), down.bias)
-    retrace(down.node)
 
 
 def _widen_root(graph: fx.Graph, root: _Root, tokens: list[int]) -> dict[int, fx.Node]:
     """Makes a layer compute the wide features; returns attention's inputs by position."""
     linear = root.linear
     pieces = (*root.kept.values(), *root.inputs.values())
-    arrange = functools.partial(arrange_heads, pieces=pieces)
-    bias = None if linear.bias is None else derived_parameter(graph, arrange, linear.bias)
-    linear.replace_parameters(derived_parameter(graph, arrange, linear.weight), bias)
-    retrace(linear.node)
+    linear.derive_outputs(functools.partial(arrange_heads, pieces=pieces))
     sizes = [piece.heads * piece.wide for piece in pieces]
     kept, read = [*root.kept], list[fx.Node]()
     with graph.inserting_before(linear.node.next):

@@ -20,7 +20,7 @@ tensors_or_constants = st.one_of(
     st.none(),
     st.booleans(),
     st.integers(),
-    st.floats(allow_nan=False, allow_infinity=False),
+    st.floats(allow_nan=False),
     st.text(),
 )
 arguments = st.recursive(
