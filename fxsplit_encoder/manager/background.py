@@ -8,7 +8,8 @@ import functools
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 
 from fxsplit_encoder._torch.device import on_device
@@ -21,7 +22,7 @@ from fxsplit_encoder.manager.generation import CapturePlan, Generation
 from fxsplit_encoder.manager.path import EncoderPath
 from fxsplit_encoder.manager.start import load_start
 from fxsplit_encoder.manager.turns import Turns, WorkBetween, compare_between_requests
-from fxsplit_encoder.pauses import StoppedError, pausing_by
+from fxsplit_encoder.pauses import StoppedError, has_turn, pausing_by, recording
 from fxsplit_encoder.planning.plan import InvariantPolicy
 from fxsplit_encoder.runtime.captured_program import Choosers
 from fxsplit_encoder.runtime.statistics import CaptureProgress, Phase
@@ -83,7 +84,7 @@ class BackgroundCapture:
         self._stopped = threading.Event()
         self._over = threading.Event()
         self.work = WorkBetween(
-            turns, self._stopped.is_set, self._in_order, self._lent, lends=target.pool.is_cuda
+            turns, self._stopped.is_set, self._in_order, is_handed_over=target.pool.is_cuda
         )
         self._worker: CompileWorker | None = None
         self._thread: threading.Thread | None = None
@@ -134,7 +135,8 @@ class BackgroundCapture:
         """Does all of the work on this thread."""
         try:
             with self._kernels.choosing(), timing_without_graphs(), pausing_by(self.work):
-                self._compile_and_capture()
+                with on_device(self._target.pool.device), without_autograd():
+                    self._compile_and_capture()
         except StoppedError:
             pass
         finally:
@@ -144,36 +146,29 @@ class BackgroundCapture:
 
     def _compile_and_capture(self) -> None:
         try:
-            with self._lent():
-                self._compile()
-                if self._target.scope.measured:
-                    self._tell("measuring")
-                    compare_between_requests(
-                        lambda: self._target.run(self._planned), self._target.pool.device
-                    )
-                self._target.captures.spare = self._give_way
-                if self._target.is_measured:
-                    self._tell("measuring")
-                with self.work.turn():
-                    wanted = self._target.prepare(self._planned)
-                    self._tell("capturing", 0, len(wanted))
-                    self._target.captures.capture(wanted, functools.partial(self._tell, "capturing"))
-            self.work.capture(self._end)
+            self._compile()
+            if self._target.scope.measured:
+                self._tell("measuring")
+                compare_between_requests(lambda: self._target.run(self._planned), self._target.pool.device)
+            self._target.captures.spare = self._give_way
+            if self._target.is_measured:
+                self._tell("measuring")
+            with has_turn():
+                wanted = self._target.prepare(self._planned)
+                self._tell("capturing", 0, len(wanted))
+                self._target.captures.capture(wanted, functools.partial(self._tell, "capturing"))
+            with recording():
+                self._switch()
+                self._first = None
+                self._finish("done")
         except Exception as error:  # whatever compiling raises: requests go on being served
             logger.exception("captures behind capture(wait=False) are given up")
             reason = str(error) if isinstance(error, FxSplitError) else f"{type(error).__name__}: {error}"
-            self.work.capture(lambda: self._give_up(reason))
-
-    def _end(self) -> None:
-        self._switch()
-        self._first = None
-        self._finish("done")
-
-    def _give_up(self, reason: str) -> None:
-        if self._first is not None:  # else it serves already
-            self._target.clear()
-        self.notes.append(f"captures of the uncompiled tower go on serving: {reason}")
-        self._finish("failed", reason)
+            with recording():
+                if self._first is not None:  # else it serves already
+                    self._target.clear()
+                self.notes.append(f"captures of the uncompiled tower go on serving: {reason}")
+                self._finish("failed", reason)
 
     def _give_way(self) -> None:
         """Makes the target serve what it has, and releases the first captures for their memory."""
@@ -181,18 +176,9 @@ class BackgroundCapture:
         self._switch()
         self._first = None
 
-    @contextlib.contextmanager
-    def _in_order(self) -> Iterator[None]:
+    def _in_order(self) -> AbstractContextManager[object]:
         """Orders the work on the device, too, between the requests before and after it."""
-        begin, phase = time.perf_counter(), self._progress.phase
-        with self._first.pool.replaying() if self._first else contextlib.nullcontext():
-            yield
-        logger.debug("%s: the turn for %.1f ms", phase, (time.perf_counter() - begin) * 1e3)
-
-    @contextlib.contextmanager
-    def _lent(self) -> Iterator[None]:
-        with on_device(self._target.pool.device), without_autograd():
-            yield
+        return self._first.pool.replaying() if self._first else contextlib.nullcontext()
 
     def _tell(self, phase: Phase, done: int = 0, total: int = 0) -> None:
         if not self._stopped.is_set():
@@ -223,7 +209,7 @@ class BackgroundCapture:
 
     def _compile_elsewhere(self, paths: list[EncoderPath]) -> None:
         """Compiles in another process, for paths to restore; InputError: it cannot make the tower."""
-        with self.work.turn():
+        with has_turn():
             worker = self._worker = CompileWorker(self._target, self._tell_compiled)
         try:
             compiled = worker.wait(self._stopped.is_set)

@@ -58,81 +58,49 @@ _OF_PICKLING = (
 )
 
 
-@dataclass(frozen=True)
-class _Blank:
-    """Metadata of a tensor, and the values of a small one."""
+class _Pickler(pickle.Pickler):
+    def reducer_override(self, found: Any) -> Any:
+        if isinstance(found, type | types.FunctionType) and found.__module__ == "__main__":
+            raise InputError(f"{found.__qualname__} is defined in the script that was started")
+        if isinstance(found, types.FunctionType) and collects_outputs(found):
+            return output_hook, collected_by(found)
+        if not isinstance(found, torch.Tensor):
+            return NotImplemented
+        if type(found) not in _KINDS:
+            raise InputError(f"it holds a {type(found).__name__}, which is more than a tensor")
+        if found.layout != torch.strided or found.is_quantized:
+            raise InputError(f"it holds a tensor of layout {found.layout}")
+        is_small = found.nbytes <= _SMALL and found.device.type != "meta"
+        values = pickle.dumps(found.detach().cpu().clone()) if is_small else None
+        requires_grad = found.requires_grad if isinstance(found, nn.Parameter) else None
+        return _made, (*(found.shape, found.stride(), found.dtype, found.device), requires_grad, values)
 
-    is_parameter: bool
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    device: str
-    requires_grad: bool
-    values: Tensor | None
-    """On the CPU; None: zeros."""
 
-    @classmethod
-    def of(cls, tensor: Tensor) -> _Blank:
-        """Reads the metadata of a tensor; InputError: it is more than a strided tensor."""
-        if type(tensor) not in _KINDS:
-            raise InputError(f"it holds a {type(tensor).__name__}, which is more than a tensor")
-        if tensor.layout != torch.strided or tensor.is_quantized:
-            raise InputError(f"it holds a tensor of layout {tensor.layout}")
-        is_small = tensor.nbytes <= _SMALL and tensor.device.type != "meta"
-        values = tensor.detach().cpu().clone() if is_small else None
-        placement = (tensor.stride(), tensor.dtype, str(tensor.device), tensor.requires_grad)
-        return cls(isinstance(tensor, nn.Parameter), tuple(tensor.shape), *placement, values)
-
-    def make(self) -> Tensor:
-        made = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device).zero_()
-        if self.values is not None:
-            made.copy_(self.values)
-        return nn.Parameter(made, self.requires_grad) if self.is_parameter else made
+def _made(
+    shape: torch.Size,
+    stride: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    requires_grad: bool | None,
+    values: bytes | None,
+) -> Tensor:
+    """Makes a tensor of zeros or these values; a parameter, unless `requires_grad` is None."""
+    made = torch.empty_strided(shape, stride, dtype=dtype, device=device).zero_()
+    if values is not None:
+        made.copy_(pickle.loads(values))
+    return made if requires_grad is None else nn.Parameter(made, requires_grad)
 
 
 def dump_tower(value: object) -> bytes:
     """Pickles a value with towers in it, large tensors without values; InputError: it cannot be pickled."""
-    blanks: list[_Blank] = []
-    numbers: dict[int, int] = {}
-    held: list[Tensor] = []
-
-    class Pickler(pickle.Pickler):
-        def persistent_id(self, found: Any) -> int | None:
-            if isinstance(found, type | types.FunctionType) and found.__module__ == "__main__":
-                raise InputError(f"{found.__qualname__} is defined in the script that was started")
-            if not isinstance(found, torch.Tensor):
-                return None
-            if id(found) not in numbers:
-                numbers[id(found)] = len(blanks)
-                blanks.append(_Blank.of(found))
-                held.append(found)  # while it lives its id is no other's
-            return numbers[id(found)]
-
-        def reducer_override(self, found: Any) -> Any:
-            if isinstance(found, types.FunctionType) and collects_outputs(found):
-                return output_hook, collected_by(found)
-            return NotImplemented
-
-    structure = BytesIO()
+    pickled = BytesIO()
     try:
-        Pickler(structure, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
+        _Pickler(pickled, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
     except InputError:
         raise
     except _OF_PICKLING as error:
         raise InputError(f"it cannot be pickled: {type(error).__name__}: {error}") from error
-    return pickle.dumps((blanks, structure.getvalue()), protocol=pickle.HIGHEST_PROTOCOL)
-
-
-def load_tower(content: bytes) -> Any:
-    """Makes what `dump_tower` was given, with zeros for weights."""
-    blanks, structure = pickle.loads(content)
-    made: list[Tensor] = [blank.make() for blank in blanks]
-
-    class Unpickler(pickle.Unpickler):
-        def persistent_load(self, number: int) -> Tensor:
-            return made[number]
-
-    return Unpickler(BytesIO(structure)).load()
+    return pickled.getvalue()
 
 
 REQUEST, START, ANSWER = "request.pickle", "programs.start", "answer.json"
@@ -178,7 +146,7 @@ def main(directory: Path, parent: int) -> int:
 
 def load_request(directory: Path) -> CompileRequest:
     """Reads the parent's request; raises whatever importing and making its classes raises."""
-    request: CompileRequest = load_tower((directory / REQUEST).read_bytes())
+    request: CompileRequest = pickle.loads((directory / REQUEST).read_bytes())
     if "transformers" in sys.modules:
         # Its towers ask by name for attention that is registered where one is wrapped, which here none is.
         importlib.import_module("fxsplit_encoder.kernels.attention.hugging_face")
