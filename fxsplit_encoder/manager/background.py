@@ -210,9 +210,9 @@ class BackgroundCapture:
     def _compile_elsewhere(self, paths: list[EncoderPath]) -> None:
         """Compiles in another process, for paths to restore; InputError: it cannot make the tower."""
         with has_turn():
-            worker = self._worker = CompileWorker(self._target, self._tell_compiled)
+            worker = self._worker = CompileWorker(self._target)
         try:
-            compiled = worker.wait(self._stopped.is_set)
+            compiled = worker.wait(self._tell_compiled, self._stopped.is_set)
             try:
                 load_start(self._target, self._kernels.measurements, compiled.start, is_measured=False)
             except StartFileError as error:

@@ -18,7 +18,6 @@ import select
 import sys
 import tempfile
 import threading
-import time
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -195,7 +194,7 @@ def _end_with(parent: int) -> None:
 # --- in the process that serves
 
 _MODULE = "fxsplit_encoder.manager.compile_process"
-_POLL_SECONDS = 0.05
+_EXIT_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
@@ -219,11 +218,9 @@ def why_not_elsewhere(generation: Generation) -> str:
 
 
 class CompileWorker:
-    """A process that compiles a generation's forwards, and tells (done, total) of its pieces; InputError: it
-    cannot make the tower.
-    """
+    """A process that compiles a generation's forwards; InputError: it cannot make the tower."""
 
-    def __init__(self, generation: Generation, tell: Callable[[int, int], None]) -> None:
+    def __init__(self, generation: Generation) -> None:
         spec, device = generation.spec, generation.pool.device
         request = dump_tower(CompileRequest(spec.tower, spec.limits, spec.dtype, generation.config, device))
         # Only its owner may read it.
@@ -235,31 +232,22 @@ class CompileWorker:
         except OSError as error:
             self._directory.cleanup()
             raise InputError(f"no process can be started: {error}") from error
-        self._reader = threading.Thread(
-            target=self._read, args=(tell,), name="fxsplit-compile-progress", daemon=True
-        )
-        self._reader.start()
+        self.pid = self._child.pid
 
-    @property
-    def pid(self) -> int:
-        """The process's id."""
-        return self._child.pid
-
-    def _read(self, tell: Callable[[int, int], None]) -> None:
+    def wait(self, tell: Callable[[int, int], None], is_stopped: Callable[[], bool]) -> Compiled:
+        """Waits for the results, and tells (done, total) of its pieces. StoppedError: `is_stopped`, and
+        `close` ended it. CompileError: the process ended without results. InputError: it could not make the
+        tower.
+        """
+        if is_stopped():
+            raise StoppedError
         for line in self._child.lines():
             words = line.split()
             if len(words) == 3 and words[0] == PROGRESS:
                 tell(int(words[1]), int(words[2]))
-
-    def wait(self, is_stopped: Callable[[], bool]) -> Compiled:
-        """Waits for the results. StoppedError: `is_stopped`. CompileError: the process ended without results.
-        InputError: it could not make the tower.
-        """
-        while (status := self._child.status) is None:
-            if is_stopped():
-                raise StoppedError
-            time.sleep(_POLL_SECONDS)
-        answer = self.path / ANSWER
+        if is_stopped():
+            raise StoppedError
+        status, answer = self._child.end(_EXIT_SECONDS), self.path / ANSWER
         if status == CANNOT_REBUILD:
             raise InputError(f"another process cannot make it: {self._child.last_words()}")
         ended = f"the process that compiled ended with status {status}"
@@ -274,7 +262,6 @@ class CompileWorker:
         """Ends the process and all that it started, and removes its files. Any thread may call it again."""
         self._child.kill()
         self._child.end()
-        self._reader.join()
         self._child.close()
         self._directory.cleanup()
 

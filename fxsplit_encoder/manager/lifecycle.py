@@ -97,19 +97,17 @@ class Lifecycle:
 
     def capture_first(self, progress: Progress | None = None) -> None:
         """Captures a few budgets of the tower's own forward, and starts the background capture."""
+        with serving_scope(self.turns, self._kernels, self.own.pool.device):
+            self.take_structure()  # which gives up captures of other modules
+            if self.is_captured:
+                return
+            self._read_start()
         first, in_inference_mode = self.own.uncompiled(), torch.is_inference_mode_enabled()
-        has_begun = False
-
         # Stops where another thread has captured since this one began.
-        work = WorkBetween(self.turns, lambda: has_begun and self.is_captured, at_once=True)
+        work = WorkBetween(self.turns, lambda: self.is_captured, at_once=True)
         on_its_device = on_device(first.pool.device)
         try:
             with self._kernels.choosing(), on_its_device, without_autograd(), pausing_by(work), work.turn():
-                self.take_structure()  # which gives up captures of other modules
-                has_begun = True
-                if self.is_captured:
-                    raise StoppedError
-                self._read_start()
                 for generation in (first, self.own):
                     generation.run_in(in_inference_mode)
                 first.structure = self.own.structure

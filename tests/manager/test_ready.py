@@ -487,8 +487,8 @@ def elsewhere(by_hand: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[C
     started: list[CompileWorker] = []
     start = CompileWorker.__init__
 
-    def remember(self: CompileWorker, generation: Any, tell: Any) -> None:
-        start(self, generation, tell)
+    def remember(self: CompileWorker, generation: Any) -> None:
+        start(self, generation)
         started.append(self)
 
     monkeypatch.setattr(background_module, "why_not_elsewhere", lambda generation: "")
