@@ -17,7 +17,7 @@ from fxsplit_encoder._torch.modes import without_autograd
 from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.errors import FxSplitError, InputError, StartFileError
 from fxsplit_encoder.kernels.meter import timing_without_graphs
-from fxsplit_encoder.manager.compile_process import CompileWorker, why_not_elsewhere
+from fxsplit_encoder.manager.compile_process import START, CompileWorker, why_not_elsewhere
 from fxsplit_encoder.manager.generation import CapturePlan, Generation
 from fxsplit_encoder.manager.path import EncoderPath
 from fxsplit_encoder.manager.start import load_start
@@ -212,23 +212,21 @@ class BackgroundCapture:
         with has_turn():
             worker = self._worker = CompileWorker(self._target)
         try:
-            compiled = worker.wait(self._tell_compiled, self._stopped.is_set)
+            answer, not_built = worker.wait(self._tell_compiled, self._stopped.is_set)
             try:
-                load_start(self._target, self._kernels.measurements, compiled.start, is_measured=False)
+                load_start(self._target, self._kernels.measurements, worker.path / START, is_measured=False)
             except StartFileError as error:
                 self.notes.append(f"what another process compiled is not used: {error}")
         finally:
             self._worker = None
             worker.close()
-        if compiled.not_built:
-            self.notes.append(f"kernels are built beside the requests: {compiled.not_built}")
+        if not_built:
+            self.notes.append(f"kernels are built beside the requests: {not_built}")
         for path in paths:
-            if path.label in compiled.refused:
-                path.forward.refuse(compiled.refused[path.label])
-            elif path.label in compiled.unsaved:
-                self.notes.append(
-                    f"{path.label}: compiled again in this process: {compiled.unsaved[path.label]}"
-                )
+            if (refusal := answer["refused"].get(path.label)) is not None:
+                path.forward.refuse(refusal)
+            elif (why := answer["unsaved"].get(path.label)) is not None:
+                self.notes.append(f"{path.label}: compiled again in this process: {why}")
 
     def _tell_compiled(self, done: int, total: int) -> None:
         from fxsplit_encoder.compile.options import TRACING_PHASES

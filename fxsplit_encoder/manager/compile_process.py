@@ -197,17 +197,6 @@ _MODULE = "fxsplit_encoder.manager.compile_process"
 _EXIT_SECONDS = 10.0
 
 
-@dataclass(frozen=True)
-class Compiled:
-    """The results of a process."""
-
-    start: Path
-    refused: dict[str, str]
-    unsaved: dict[str, str]
-    not_built: str
-    """Why kernels were not built; empty: they were."""
-
-
 def why_not_elsewhere(generation: Generation) -> str:
     """Returns why another process cannot compile for this one; empty: it may be able to."""
     from fxsplit_encoder.compile.pieces import compile_inductor, piece_compiler
@@ -234,10 +223,12 @@ class CompileWorker:
             raise InputError(f"no process can be started: {error}") from error
         self.pid = self._child.pid
 
-    def wait(self, tell: Callable[[int, int], None], is_stopped: Callable[[], bool]) -> Compiled:
-        """Waits for the results, and tells (done, total) of its pieces. StoppedError: `is_stopped`, and
-        `close` ended it. CompileError: the process ended without results. InputError: it could not make the
-        tower.
+    def wait(
+        self, tell: Callable[[int, int], None], is_stopped: Callable[[], bool]
+    ) -> tuple[dict[str, dict[str, str]], str]:
+        """Waits for `START` in `path`, and tells (done, total) of its pieces; returns what `compile_request`
+        did, and why kernels were not built (empty: they were). StoppedError: `is_stopped`, and `close` ended
+        it. CompileError: the process ended without results. InputError: it could not make the tower.
         """
         if is_stopped():
             raise StoppedError
@@ -255,8 +246,7 @@ class CompileWorker:
             ended += f": {said}"
         if not answer.exists():
             raise CompileError(ended)
-        found = json.loads(answer.read_text(encoding="utf-8"))
-        return Compiled(self.path / START, found["refused"], found["unsaved"], ended if status else "")
+        return json.loads(answer.read_text(encoding="utf-8")), ended if status else ""
 
     def close(self) -> None:
         """Ends the process and all that it started, and removes its files. Any thread may call it again."""
