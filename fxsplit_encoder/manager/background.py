@@ -8,6 +8,7 @@ import functools
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -17,7 +18,7 @@ from fxsplit_encoder._torch.modes import without_autograd
 from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.errors import FxSplitError, InputError, StartFileError
 from fxsplit_encoder.kernels.meter import timing_without_graphs
-from fxsplit_encoder.manager.compile_process import START, CompileWorker, why_not_elsewhere
+from fxsplit_encoder.manager.compile_process import START, CompileWorker, check_elsewhere
 from fxsplit_encoder.manager.generation import CapturePlan, Generation
 from fxsplit_encoder.manager.path import EncoderPath
 from fxsplit_encoder.manager.start import load_start
@@ -59,7 +60,7 @@ class BackgroundCapture:
     Args:
         target, planned: the generation to capture, and its captures.
         first: the generation that serves until then.
-        switch: makes the target serve; called with the lock.
+        switch: makes the target serve, with the lock, as long as there is somebody to serve.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class BackgroundCapture:
         first: Generation,
         turns: Turns,
         kernels: Choosers,
-        switch: Callable[[], None],
+        switch: weakref.WeakMethod[Callable[[], None]],
     ) -> None:
         self.notes: list[str] = []
         """Lines for `reports`."""
@@ -158,8 +159,7 @@ class BackgroundCapture:
                 self._tell("capturing", 0, len(wanted))
                 self._target.captures.capture(wanted, functools.partial(self._tell, "capturing"))
             with recording():
-                self._switch()
-                self._first = None
+                self._serve_target()
                 self._finish("done")
         except Exception as error:  # whatever compiling raises: requests go on being served
             logger.exception("captures behind capture(wait=False) are given up")
@@ -173,7 +173,12 @@ class BackgroundCapture:
     def _give_way(self) -> None:
         """Makes the target serve what it has, and releases the first captures for their memory."""
         self.notes.append("too little memory for both: the first captures were released before the last came")
-        self._switch()
+        self._serve_target()
+
+    def _serve_target(self) -> None:
+        if (switch := self._switch()) is None:
+            raise StoppedError
+        switch()
         self._first = None
 
     def _in_order(self) -> AbstractContextManager[object]:
@@ -196,19 +201,17 @@ class BackgroundCapture:
         for path in paths:
             path.forward.restore()
         if pending := [path for path in paths if not path.forward.is_settled]:
-            if not (reason := why_not_elsewhere(self._target)):
-                try:
-                    self._compile_elsewhere(pending)
-                except InputError as error:
-                    reason = str(error)
-            if reason:
+            try:
+                self._compile_elsewhere(pending)
+            except InputError as error:
                 self.notes += [
-                    f"{path.label}: compiled on a thread beside the requests: {reason}" for path in pending
+                    f"{path.label}: compiled on a thread beside the requests: {error}" for path in pending
                 ]
         self._target.compile(self._tell_compiled)
 
     def _compile_elsewhere(self, paths: list[EncoderPath]) -> None:
         """Compiles in another process, for paths to restore; InputError: it cannot make the tower."""
+        check_elsewhere(self._target)
         with has_turn():
             worker = self._worker = CompileWorker(self._target)
         try:

@@ -197,13 +197,12 @@ _MODULE = "fxsplit_encoder.manager.compile_process"
 _EXIT_SECONDS = 10.0
 
 
-def why_not_elsewhere(generation: Generation) -> str:
-    """Returns why another process cannot compile for this one; empty: it may be able to."""
+def check_elsewhere(generation: Generation) -> None:
+    """Raises InputError where another process cannot compile for this one."""
     from fxsplit_encoder.compile.pieces import compile_inductor, piece_compiler
 
-    compiler = piece_compiler(generation.config.piece_compiler, generation.pool.device)
-    is_inductor = compiler is compile_inductor
-    return "" if is_inductor else "only what Inductor compiles is passed on between processes"
+    if piece_compiler(generation.config.piece_compiler, generation.pool.device) is not compile_inductor:
+        raise InputError("only what Inductor compiles is passed on between processes")
 
 
 class CompileWorker:

@@ -20,7 +20,7 @@ from fxsplit_encoder._torch.structure import Structure
 from fxsplit_encoder.errors import InputError, StartFileError, TowerChangedError, WeightsMovedError
 from fxsplit_encoder.kernels import compile_jobs
 from fxsplit_encoder.manager.background import BackgroundCapture
-from fxsplit_encoder.manager.generation import CapturePlan, Generation, first_of
+from fxsplit_encoder.manager.generation import Generation, first_of
 from fxsplit_encoder.manager.start import expect_costs, keep_costs, load_start, save_start
 from fxsplit_encoder.manager.tower import tower_part
 from fxsplit_encoder.manager.turns import Turns, WorkBetween, compare_meanwhile
@@ -114,24 +114,14 @@ class Lifecycle:
                 planned = self.own.planned_captures()
                 first.captures.capture(first.prepare(first_of(first.planned_captures())), progress)
                 self._serve(first)
-                self._start_background(planned, first)
+                self.background = BackgroundCapture(
+                    self.own, planned, first, self.turns, self._kernels, weakref.WeakMethod(self.switch)
+                )
+                weakref.finalize(self, self.background.stop).atexit = False
+                self.background.start()
         except StoppedError:
             with self.turns:
                 first.clear()
-
-    def _start_background(self, planned: CapturePlan, first: Generation) -> None:
-        switch = weakref.WeakMethod(self.switch)
-
-        def switch_if_wanted() -> None:
-            if (found := switch()) is None:
-                raise StoppedError
-            found()
-
-        self.background = BackgroundCapture(
-            self.own, planned, first, self.turns, self._kernels, switch_if_wanted
-        )
-        weakref.finalize(self, self.background.stop).atexit = False
-        self.background.start()
 
     def switch(self) -> None:
         """Makes `own` serve, as far as it is captured, and releases what served before."""

@@ -491,7 +491,7 @@ def elsewhere(by_hand: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[C
         start(self, generation)
         started.append(self)
 
-    monkeypatch.setattr(background_module, "why_not_elsewhere", lambda generation: "")
+    monkeypatch.setattr(background_module, "check_elsewhere", lambda generation: None)
     monkeypatch.setattr(CompileWorker, "__init__", remember)
     yield started
     for worker in started:
