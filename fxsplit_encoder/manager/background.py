@@ -105,7 +105,7 @@ class BackgroundCapture:
         self._thread.start()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Waits for the end, making captures on this thread; returns whether all is done."""
+        """Waits for the end, letting captures be made; returns whether all is done."""
         end = None if timeout is None else time.monotonic() + timeout
         while not self._over.is_set():
             left = _POLL_SECONDS if end is None else min(_POLL_SECONDS, end - time.monotonic())
