@@ -5,12 +5,9 @@ compiles, runs, times and records for seconds. In the foreground, without `pausi
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from contextvars import ContextVar, copy_context
-from typing import TypeVar
-
-Result = TypeVar("Result")
+from contextvars import ContextVar
 
 
 class StoppedError(BaseException):
@@ -30,11 +27,11 @@ class Scheduler:
         """Holds the lock, so that no request is served inside."""
         return contextlib.nullcontext()
 
-    def capture(self, work: Callable[[], Result]) -> Result:
-        """Runs work that records a CUDA graph, while no other thread waits for the device: that would fail,
-        and the recording with it.
+    def recording(self) -> AbstractContextManager[object]:
+        """Holds the lock to record a CUDA graph, while no thread that serves waits for the device: that would
+        fail, and the recording with it.
         """
-        return work()
+        return contextlib.nullcontext()
 
 
 FOREGROUND = Scheduler()
@@ -66,11 +63,8 @@ def has_turn() -> AbstractContextManager[object]:
     return _scheduler.get().turn()
 
 
-def run_capture(work: Callable[[], Result]) -> Result:
-    """Runs work that records a CUDA graph, by the scheduler if there is one."""
-    current = _scheduler.get()
-    if current is FOREGROUND:
-        return work()
-    context = copy_context()  # perhaps for another thread
-    context.run(_scheduler.set, FOREGROUND)
-    return current.capture(lambda: context.run(work))
+@contextlib.contextmanager
+def recording() -> Iterator[None]:
+    """Holds the lock inside, where nothing pauses, as recording a CUDA graph needs."""
+    with _scheduler.get().recording(), pausing_by(FOREGROUND):
+        yield

@@ -30,6 +30,6 @@ class Pauses:
         with self._around():
             yield
 
-    def capture(self, work: Callable[[], Any]) -> Any:
+    def recording(self) -> contextlib.AbstractContextManager[None]:
         self._at_capture()
-        return work()
+        return contextlib.nullcontext()

@@ -37,7 +37,7 @@ from fxsplit_encoder.compile.branches import StepBranches
 from fxsplit_encoder.compile.derived import DerivedParameters
 from fxsplit_encoder.errors import CaptureError, CaptureMemoryError, FxSplitError, ReplayError
 from fxsplit_encoder.kernels.attention import KnownSegments, varlen_attention
-from fxsplit_encoder.pauses import pause, run_capture
+from fxsplit_encoder.pauses import pause, recording
 
 if TYPE_CHECKING:
     from fxsplit_encoder.compile.program import Bindings, Program
@@ -186,7 +186,8 @@ class CapturedForward:
         what = "one shape" if self.rows is None else f"{self.rows} rows"
         if self.pool.is_cuda:
             self._warm_up(warmups, what)
-        run_capture(lambda: self._record(what))
+        with recording():
+            self._record(what)
 
     def _warm_up(self, runs: int, what: str) -> None:
         with self._failing(what), torch.inference_mode(False), torch.no_grad():

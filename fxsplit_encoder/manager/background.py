@@ -8,7 +8,9 @@ import functools
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 
 from fxsplit_encoder._torch.device import on_device
@@ -16,12 +18,12 @@ from fxsplit_encoder._torch.modes import without_autograd
 from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.errors import FxSplitError, InputError, StartFileError
 from fxsplit_encoder.kernels.meter import timing_without_graphs
-from fxsplit_encoder.manager.compile_process import CompileWorker, why_not_elsewhere
+from fxsplit_encoder.manager.compile_process import START, CompileWorker, check_elsewhere
 from fxsplit_encoder.manager.generation import CapturePlan, Generation
 from fxsplit_encoder.manager.path import EncoderPath
 from fxsplit_encoder.manager.start import load_start
 from fxsplit_encoder.manager.turns import Turns, WorkBetween, compare_between_requests
-from fxsplit_encoder.pauses import StoppedError, pausing_by
+from fxsplit_encoder.pauses import StoppedError, has_turn, pausing_by, recording
 from fxsplit_encoder.planning.plan import InvariantPolicy
 from fxsplit_encoder.runtime.captured_program import Choosers
 from fxsplit_encoder.runtime.statistics import CaptureProgress, Phase
@@ -58,7 +60,7 @@ class BackgroundCapture:
     Args:
         target, planned: the generation to capture, and its captures.
         first: the generation that serves until then.
-        switch: makes the target serve; called with the lock.
+        switch: makes the target serve, with the lock, as long as there is somebody to serve.
     """
 
     def __init__(
@@ -68,7 +70,7 @@ class BackgroundCapture:
         first: Generation,
         turns: Turns,
         kernels: Choosers,
-        switch: Callable[[], None],
+        switch: weakref.WeakMethod[Callable[[], None]],
     ) -> None:
         self.notes: list[str] = []
         """Lines for `reports`."""
@@ -83,7 +85,7 @@ class BackgroundCapture:
         self._stopped = threading.Event()
         self._over = threading.Event()
         self.work = WorkBetween(
-            turns, self._stopped.is_set, self._in_order, self._lent, lends=target.pool.is_cuda
+            turns, self._stopped.is_set, self._in_order, is_handed_over=target.pool.is_cuda
         )
         self._worker: CompileWorker | None = None
         self._thread: threading.Thread | None = None
@@ -103,7 +105,7 @@ class BackgroundCapture:
         self._thread.start()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Waits for the end, making captures on this thread; returns whether all is done."""
+        """Waits for the end, letting captures be made; returns whether all is done."""
         end = None if timeout is None else time.monotonic() + timeout
         while not self._over.is_set():
             left = _POLL_SECONDS if end is None else min(_POLL_SECONDS, end - time.monotonic())
@@ -134,7 +136,8 @@ class BackgroundCapture:
         """Does all of the work on this thread."""
         try:
             with self._kernels.choosing(), timing_without_graphs(), pausing_by(self.work):
-                self._compile_and_capture()
+                with on_device(self._target.pool.device), without_autograd():
+                    self._compile_and_capture()
         except StoppedError:
             pass
         finally:
@@ -144,55 +147,43 @@ class BackgroundCapture:
 
     def _compile_and_capture(self) -> None:
         try:
-            with self._lent():
-                self._compile()
-                if self._target.scope.measured:
-                    self._tell("measuring")
-                    compare_between_requests(
-                        lambda: self._target.run(self._planned), self._target.pool.device
-                    )
-                self._target.captures.spare = self._give_way
-                if self._target.is_measured:
-                    self._tell("measuring")
-                with self.work.turn():
-                    wanted = self._target.prepare(self._planned)
-                    self._tell("capturing", 0, len(wanted))
-                    self._target.captures.capture(wanted, functools.partial(self._tell, "capturing"))
-            self.work.capture(self._end)
+            self._compile()
+            if self._target.scope.measured:
+                self._tell("measuring")
+                compare_between_requests(lambda: self._target.run(self._planned), self._target.pool.device)
+            self._target.captures.spare = self._give_way
+            if self._target.is_measured:
+                self._tell("measuring")
+            with has_turn():
+                wanted = self._target.prepare(self._planned)
+                self._tell("capturing", 0, len(wanted))
+                self._target.captures.capture(wanted, functools.partial(self._tell, "capturing"))
+            with recording():
+                self._serve_target()
+                self._finish("done")
         except Exception as error:  # whatever compiling raises: requests go on being served
             logger.exception("captures behind capture(wait=False) are given up")
             reason = str(error) if isinstance(error, FxSplitError) else f"{type(error).__name__}: {error}"
-            self.work.capture(lambda: self._give_up(reason))
-
-    def _end(self) -> None:
-        self._switch()
-        self._first = None
-        self._finish("done")
-
-    def _give_up(self, reason: str) -> None:
-        if self._first is not None:  # else it serves already
-            self._target.clear()
-        self.notes.append(f"captures of the uncompiled tower go on serving: {reason}")
-        self._finish("failed", reason)
+            with recording():
+                if self._first is not None:  # else it serves already
+                    self._target.clear()
+                self.notes.append(f"captures of the uncompiled tower go on serving: {reason}")
+                self._finish("failed", reason)
 
     def _give_way(self) -> None:
         """Makes the target serve what it has, and releases the first captures for their memory."""
         self.notes.append("too little memory for both: the first captures were released before the last came")
-        self._switch()
+        self._serve_target()
+
+    def _serve_target(self) -> None:
+        if (switch := self._switch()) is None:
+            raise StoppedError
+        switch()
         self._first = None
 
-    @contextlib.contextmanager
-    def _in_order(self) -> Iterator[None]:
+    def _in_order(self) -> AbstractContextManager[object]:
         """Orders the work on the device, too, between the requests before and after it."""
-        begin, phase = time.perf_counter(), self._progress.phase
-        with self._first.pool.replaying() if self._first else contextlib.nullcontext():
-            yield
-        logger.debug("%s: the turn for %.1f ms", phase, (time.perf_counter() - begin) * 1e3)
-
-    @contextlib.contextmanager
-    def _lent(self) -> Iterator[None]:
-        with on_device(self._target.pool.device), without_autograd():
-            yield
+        return self._first.pool.replaying() if self._first else contextlib.nullcontext()
 
     def _tell(self, phase: Phase, done: int = 0, total: int = 0) -> None:
         if not self._stopped.is_set():
@@ -210,39 +201,35 @@ class BackgroundCapture:
         for path in paths:
             path.forward.restore()
         if pending := [path for path in paths if not path.forward.is_settled]:
-            if not (reason := why_not_elsewhere(self._target)):
-                try:
-                    self._compile_elsewhere(pending)
-                except InputError as error:
-                    reason = str(error)
-            if reason:
+            try:
+                self._compile_elsewhere(pending)
+            except InputError as error:
                 self.notes += [
-                    f"{path.label}: compiled on a thread beside the requests: {reason}" for path in pending
+                    f"{path.label}: compiled on a thread beside the requests: {error}" for path in pending
                 ]
         self._target.compile(self._tell_compiled)
 
     def _compile_elsewhere(self, paths: list[EncoderPath]) -> None:
         """Compiles in another process, for paths to restore; InputError: it cannot make the tower."""
-        with self.work.turn():
-            worker = self._worker = CompileWorker(self._target, self._tell_compiled)
+        check_elsewhere(self._target)
+        with has_turn():
+            worker = self._worker = CompileWorker(self._target)
         try:
-            compiled = worker.wait(self._stopped.is_set)
+            answer, not_built = worker.wait(self._tell_compiled, self._stopped.is_set)
             try:
-                load_start(self._target, self._kernels.measurements, compiled.start, is_measured=False)
+                load_start(self._target, self._kernels.measurements, worker.path / START, is_measured=False)
             except StartFileError as error:
                 self.notes.append(f"what another process compiled is not used: {error}")
         finally:
             self._worker = None
             worker.close()
-        if compiled.not_built:
-            self.notes.append(f"kernels are built beside the requests: {compiled.not_built}")
+        if not_built:
+            self.notes.append(f"kernels are built beside the requests: {not_built}")
         for path in paths:
-            if path.label in compiled.refused:
-                path.forward.refuse(compiled.refused[path.label])
-            elif path.label in compiled.unsaved:
-                self.notes.append(
-                    f"{path.label}: compiled again in this process: {compiled.unsaved[path.label]}"
-                )
+            if (refusal := answer["refused"].get(path.label)) is not None:
+                path.forward.refuse(refusal)
+            elif (why := answer["unsaved"].get(path.label)) is not None:
+                self.notes.append(f"{path.label}: compiled again in this process: {why}")
 
     def _tell_compiled(self, done: int, total: int) -> None:
         from fxsplit_encoder.compile.options import TRACING_PHASES

@@ -18,7 +18,6 @@ import select
 import sys
 import tempfile
 import threading
-import time
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -58,81 +57,49 @@ _OF_PICKLING = (
 )
 
 
-@dataclass(frozen=True)
-class _Blank:
-    """Metadata of a tensor, and the values of a small one."""
+class _Pickler(pickle.Pickler):
+    def reducer_override(self, found: Any) -> Any:
+        if isinstance(found, type | types.FunctionType) and found.__module__ == "__main__":
+            raise InputError(f"{found.__qualname__} is defined in the script that was started")
+        if isinstance(found, types.FunctionType) and collects_outputs(found):
+            return output_hook, collected_by(found)
+        if not isinstance(found, torch.Tensor):
+            return NotImplemented
+        if type(found) not in _KINDS:
+            raise InputError(f"it holds a {type(found).__name__}, which is more than a tensor")
+        if found.layout != torch.strided or found.is_quantized:
+            raise InputError(f"it holds a tensor of layout {found.layout}")
+        is_small = found.nbytes <= _SMALL and found.device.type != "meta"
+        values = pickle.dumps(found.detach().cpu().clone()) if is_small else None
+        requires_grad = found.requires_grad if isinstance(found, nn.Parameter) else None
+        return _made, (*(found.shape, found.stride(), found.dtype, found.device), requires_grad, values)
 
-    is_parameter: bool
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    device: str
-    requires_grad: bool
-    values: Tensor | None
-    """On the CPU; None: zeros."""
 
-    @classmethod
-    def of(cls, tensor: Tensor) -> _Blank:
-        """Reads the metadata of a tensor; InputError: it is more than a strided tensor."""
-        if type(tensor) not in _KINDS:
-            raise InputError(f"it holds a {type(tensor).__name__}, which is more than a tensor")
-        if tensor.layout != torch.strided or tensor.is_quantized:
-            raise InputError(f"it holds a tensor of layout {tensor.layout}")
-        is_small = tensor.nbytes <= _SMALL and tensor.device.type != "meta"
-        values = tensor.detach().cpu().clone() if is_small else None
-        placement = (tensor.stride(), tensor.dtype, str(tensor.device), tensor.requires_grad)
-        return cls(isinstance(tensor, nn.Parameter), tuple(tensor.shape), *placement, values)
-
-    def make(self) -> Tensor:
-        made = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device).zero_()
-        if self.values is not None:
-            made.copy_(self.values)
-        return nn.Parameter(made, self.requires_grad) if self.is_parameter else made
+def _made(
+    shape: torch.Size,
+    stride: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    requires_grad: bool | None,
+    values: bytes | None,
+) -> Tensor:
+    """Makes a tensor of zeros or these values; a parameter, unless `requires_grad` is None."""
+    made = torch.empty_strided(shape, stride, dtype=dtype, device=device).zero_()
+    if values is not None:
+        made.copy_(pickle.loads(values))
+    return made if requires_grad is None else nn.Parameter(made, requires_grad)
 
 
 def dump_tower(value: object) -> bytes:
     """Pickles a value with towers in it, large tensors without values; InputError: it cannot be pickled."""
-    blanks: list[_Blank] = []
-    numbers: dict[int, int] = {}
-    held: list[Tensor] = []
-
-    class Pickler(pickle.Pickler):
-        def persistent_id(self, found: Any) -> int | None:
-            if isinstance(found, type | types.FunctionType) and found.__module__ == "__main__":
-                raise InputError(f"{found.__qualname__} is defined in the script that was started")
-            if not isinstance(found, torch.Tensor):
-                return None
-            if id(found) not in numbers:
-                numbers[id(found)] = len(blanks)
-                blanks.append(_Blank.of(found))
-                held.append(found)  # while it lives its id is no other's
-            return numbers[id(found)]
-
-        def reducer_override(self, found: Any) -> Any:
-            if isinstance(found, types.FunctionType) and collects_outputs(found):
-                return output_hook, collected_by(found)
-            return NotImplemented
-
-    structure = BytesIO()
+    pickled = BytesIO()
     try:
-        Pickler(structure, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
+        _Pickler(pickled, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
     except InputError:
         raise
     except _OF_PICKLING as error:
         raise InputError(f"it cannot be pickled: {type(error).__name__}: {error}") from error
-    return pickle.dumps((blanks, structure.getvalue()), protocol=pickle.HIGHEST_PROTOCOL)
-
-
-def load_tower(content: bytes) -> Any:
-    """Makes what `dump_tower` was given, with zeros for weights."""
-    blanks, structure = pickle.loads(content)
-    made: list[Tensor] = [blank.make() for blank in blanks]
-
-    class Unpickler(pickle.Unpickler):
-        def persistent_load(self, number: int) -> Tensor:
-            return made[number]
-
-    return Unpickler(BytesIO(structure)).load()
+    return pickled.getvalue()
 
 
 REQUEST, START, ANSWER = "request.pickle", "programs.start", "answer.json"
@@ -178,7 +145,7 @@ def main(directory: Path, parent: int) -> int:
 
 def load_request(directory: Path) -> CompileRequest:
     """Reads the parent's request; raises whatever importing and making its classes raises."""
-    request: CompileRequest = load_tower((directory / REQUEST).read_bytes())
+    request: CompileRequest = pickle.loads((directory / REQUEST).read_bytes())
     if "transformers" in sys.modules:
         # Its towers ask by name for attention that is registered where one is wrapped, which here none is.
         importlib.import_module("fxsplit_encoder.kernels.attention.hugging_face")
@@ -227,35 +194,21 @@ def _end_with(parent: int) -> None:
 # --- in the process that serves
 
 _MODULE = "fxsplit_encoder.manager.compile_process"
-_POLL_SECONDS = 0.05
+_EXIT_SECONDS = 10.0
 
 
-@dataclass(frozen=True)
-class Compiled:
-    """The results of a process."""
-
-    start: Path
-    refused: dict[str, str]
-    unsaved: dict[str, str]
-    not_built: str
-    """Why kernels were not built; empty: they were."""
-
-
-def why_not_elsewhere(generation: Generation) -> str:
-    """Returns why another process cannot compile for this one; empty: it may be able to."""
+def check_elsewhere(generation: Generation) -> None:
+    """Raises InputError where another process cannot compile for this one."""
     from fxsplit_encoder.compile.pieces import compile_inductor, piece_compiler
 
-    compiler = piece_compiler(generation.config.piece_compiler, generation.pool.device)
-    is_inductor = compiler is compile_inductor
-    return "" if is_inductor else "only what Inductor compiles is passed on between processes"
+    if piece_compiler(generation.config.piece_compiler, generation.pool.device) is not compile_inductor:
+        raise InputError("only what Inductor compiles is passed on between processes")
 
 
 class CompileWorker:
-    """A process that compiles a generation's forwards, and tells (done, total) of its pieces; InputError: it
-    cannot make the tower.
-    """
+    """A process that compiles a generation's forwards; InputError: it cannot make the tower."""
 
-    def __init__(self, generation: Generation, tell: Callable[[int, int], None]) -> None:
+    def __init__(self, generation: Generation) -> None:
         spec, device = generation.spec, generation.pool.device
         request = dump_tower(CompileRequest(spec.tower, spec.limits, spec.dtype, generation.config, device))
         # Only its owner may read it.
@@ -267,31 +220,24 @@ class CompileWorker:
         except OSError as error:
             self._directory.cleanup()
             raise InputError(f"no process can be started: {error}") from error
-        self._reader = threading.Thread(
-            target=self._read, args=(tell,), name="fxsplit-compile-progress", daemon=True
-        )
-        self._reader.start()
+        self.pid = self._child.pid
 
-    @property
-    def pid(self) -> int:
-        """The process's id."""
-        return self._child.pid
-
-    def _read(self, tell: Callable[[int, int], None]) -> None:
+    def wait(
+        self, tell: Callable[[int, int], None], is_stopped: Callable[[], bool]
+    ) -> tuple[dict[str, dict[str, str]], str]:
+        """Waits for `START` in `path`, and tells (done, total) of its pieces; returns what `compile_request`
+        did, and why kernels were not built (empty: they were). StoppedError: `is_stopped`, and `close` ended
+        it. CompileError: the process ended without results. InputError: it could not make the tower.
+        """
+        if is_stopped():
+            raise StoppedError
         for line in self._child.lines():
             words = line.split()
             if len(words) == 3 and words[0] == PROGRESS:
                 tell(int(words[1]), int(words[2]))
-
-    def wait(self, is_stopped: Callable[[], bool]) -> Compiled:
-        """Waits for the results. StoppedError: `is_stopped`. CompileError: the process ended without results.
-        InputError: it could not make the tower.
-        """
-        while (status := self._child.status) is None:
-            if is_stopped():
-                raise StoppedError
-            time.sleep(_POLL_SECONDS)
-        answer = self.path / ANSWER
+        if is_stopped():
+            raise StoppedError
+        status, answer = self._child.end(_EXIT_SECONDS), self.path / ANSWER
         if status == CANNOT_REBUILD:
             raise InputError(f"another process cannot make it: {self._child.last_words()}")
         ended = f"the process that compiled ended with status {status}"
@@ -299,14 +245,12 @@ class CompileWorker:
             ended += f": {said}"
         if not answer.exists():
             raise CompileError(ended)
-        found = json.loads(answer.read_text(encoding="utf-8"))
-        return Compiled(self.path / START, found["refused"], found["unsaved"], ended if status else "")
+        return json.loads(answer.read_text(encoding="utf-8")), ended if status else ""
 
     def close(self) -> None:
         """Ends the process and all that it started, and removes its files. Any thread may call it again."""
         self._child.kill()
         self._child.end()
-        self._reader.join()
         self._child.close()
         self._directory.cleanup()
 

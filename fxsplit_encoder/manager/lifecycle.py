@@ -20,7 +20,7 @@ from fxsplit_encoder.errors import InputError, StartFileError, TowerChangedError
 from fxsplit_encoder.kernels import compile_jobs
 from fxsplit_encoder.kernels.attention import KernelChooser
 from fxsplit_encoder.manager.background import BackgroundCapture
-from fxsplit_encoder.manager.generation import CapturePlan, Generation, first_of
+from fxsplit_encoder.manager.generation import Generation, first_of
 from fxsplit_encoder.manager.start import expect_costs, keep_costs, load_start, save_start
 from fxsplit_encoder.manager.tower import tower_part
 from fxsplit_encoder.manager.turns import Turns, WorkBetween, compare_meanwhile
@@ -97,43 +97,31 @@ class Lifecycle:
 
     def capture_first(self, progress: Progress | None = None) -> None:
         """Captures a few budgets of the tower's own forward, and starts the background capture."""
+        with serving_scope(self.turns, self._kernels, self.own.pool.device):
+            self.take_structure()  # which gives up captures of other modules
+            if self.is_captured:
+                return
+            self._read_start()
         first, in_inference_mode = self.own.uncompiled(), torch.is_inference_mode_enabled()
-        has_begun = False
-
         # Stops where another thread has captured since this one began.
-        work = WorkBetween(self.turns, lambda: has_begun and self.is_captured, at_once=True)
+        work = WorkBetween(self.turns, lambda: self.is_captured, at_once=True)
         on_its_device = on_device(first.pool.device)
         try:
             with self._kernels.choosing(), on_its_device, without_autograd(), pausing_by(work), work.turn():
-                self.take_structure()  # which gives up captures of other modules
-                has_begun = True
-                if self.is_captured:
-                    raise StoppedError
-                self._read_start()
                 for generation in (first, self.own):
                     generation.run_in(in_inference_mode)
                 first.structure = self.own.structure
                 planned = self.own.planned_captures()
                 first.captures.capture(first.prepare(first_of(first.planned_captures())), progress)
                 self._serve(first)
-                self._start_background(planned, first)
+                self.background = BackgroundCapture(
+                    self.own, planned, first, self.turns, self._kernels, weakref.WeakMethod(self.switch)
+                )
+                weakref.finalize(self, self.background.stop).atexit = False
+                self.background.start()
         except StoppedError:
             with self.turns:
                 first.clear()
-
-    def _start_background(self, planned: CapturePlan, first: Generation) -> None:
-        switch = weakref.WeakMethod(self.switch)
-
-        def switch_if_wanted() -> None:
-            if (found := switch()) is None:
-                raise StoppedError
-            found()
-
-        self.background = BackgroundCapture(
-            self.own, planned, first, self.turns, self._kernels, switch_if_wanted
-        )
-        weakref.finalize(self, self.background.stop).atexit = False
-        self.background.start()
 
     def switch(self) -> None:
         """Makes `own` serve, as far as it is captured, and releases what served before."""

@@ -26,18 +26,22 @@ from fxsplit_encoder.manager.data_parallel import DataParallel, agreement_of
 from fxsplit_encoder.manager.generation import CapturePlan, Generation
 from fxsplit_encoder.manager.lifecycle import Lifecycle, serving_scope
 from fxsplit_encoder.manager.path import EncoderPath
-from fxsplit_encoder.manager.request_plans import ItemReader, RequestItems
-from fxsplit_encoder.manager.tower import ItemFacts, TowerSpec, placement_of, read_item_specs, select_items
+from fxsplit_encoder.manager.tower import (
+    ItemReader,
+    RequestItems,
+    TowerSpec,
+    placement_of,
+    read_item_specs,
+    select_items,
+)
 from fxsplit_encoder.planning.limits import needs_budget_range, resolve_limits
 from fxsplit_encoder.planning.plan import Item, Plan, PlannedBatch
 from fxsplit_encoder.protocol import (
     BudgetGraphMetadata,
-    EncoderItemSpec,
     SupportsEncoderCudaGraph,
     missing_methods,
 )
 from fxsplit_encoder.runtime.captured_program import Choosers
-from fxsplit_encoder.runtime.requests import CaptureScope
 from fxsplit_encoder.runtime.statistics import ManagerStats, Statistics
 
 if TYPE_CHECKING:
@@ -202,7 +206,7 @@ class EncoderCudaGraphManager:
                 self.data_parallel.share_costs(*self._lifecycle.serving.unit_costs())
 
     def wait_captured(self, timeout: float | None = None) -> bool:
-        """Waits for the work behind `capture(wait=False)`, making its captures on this thread; returns
+        """Waits for the work behind `capture(wait=False)`, whose captures are made meanwhile; returns
         whether it is over, see `stats().progress`. After `timeout` seconds it begins no further capture.
         """
         return self._lifecycle.wait(timeout)
@@ -282,7 +286,7 @@ class EncoderCudaGraphManager:
         only the grids, so pixels may be left out. Raises InputError as `execute`.
         """
         plans = self._lifecycle.serving.plans
-        return plans.as_served(plans.of(mm_kwargs, self._items.read(mm_kwargs), is_use=False))
+        return plans.as_served(plans.of(self._items.read(mm_kwargs), is_use=False))
 
     def execute(self, mm_kwargs: dict[str, Any]) -> list[Tensor]:
         """Encodes a batch of images and videos.
@@ -325,19 +329,19 @@ class EncoderCudaGraphManager:
             self._lifecycle.follow_adapters()
         serving = self._lifecycle.serving
         plans, runner = serving.plans, serving.runner
-        wanted = plans.of(mm_kwargs, items)
+        wanted = plans.of(items)
         plan, captured = self._lifecycle.allowed(wanted), self._lifecycle.is_captured
         try:
             results, batches = runner.run(plan, mm_kwargs, specs, may_replay=captured)
         except WeightsMovedError as error:
             self._lifecycle.capture_again(error)
-            plan = plans.of(mm_kwargs, items)
+            plan = plans.of(items)
             results, batches = runner.run(plan, mm_kwargs, specs, may_replay=captured)
         self._lifecycle.check_tower()  # while the device works
         if plans.recurring is not None and plan is wanted:
             plans.improve(mm_kwargs, items)
         if self._recorder is not None:  # what was encoded: a request that was refused is no load to tune for
-            self._recorder.record(mm_kwargs, specs, batches, (time.perf_counter() - start) * 1e3)
+            self._recorder.record(items, batches, (time.perf_counter() - start) * 1e3)
         return results
 
     def check_invariance(self, mm_kwargs: dict[str, Any], *, packings: int = 16, seed: int = 0) -> list[int]:
@@ -365,7 +369,7 @@ class EncoderCudaGraphManager:
         """
         with self._lifecycle.turns:
             own, before = self._lifecycle.own, self._recorder
-            self._recorder = Recorder(path, own.spec, own.scope, self.paths)
+            self._recorder = Recorder(path, own, self.paths)
             if before is not None:
                 before.close()
 
@@ -409,21 +413,14 @@ class Recorder:
     """
 
     def __init__(
-        self,
-        path: str | os.PathLike[str],
-        spec: TowerSpec,
-        scope: CaptureScope,
-        paths: Mapping[str, EncoderPath],
+        self, path: str | os.PathLike[str], generation: Generation, paths: Mapping[str, EncoderPath]
     ) -> None:
         try:
             self._file = open(path, "a", encoding="utf-8", buffering=1)
         except OSError as error:
             raise InputError(f"trace {path}: cannot be written: {error.strerror}") from None
-        self.spec = spec
-        self.config = scope.config
-        self.device = scope.pool.device
+        self.generation = generation
         self.paths = paths
-        self.facts = ItemFacts(spec.tower)
         self._is_described = False
 
     def captures_changed(self, paths: Mapping[str, EncoderPath]) -> None:
@@ -431,21 +428,14 @@ class Recorder:
         self.paths = paths
         self._is_described = False
 
-    def record(
-        self,
-        mm_kwargs: dict[str, Any],
-        specs: Sequence[EncoderItemSpec],
-        batches: Iterable[PlannedBatch],
-        host_ms: float,
-    ) -> None:
+    def record(self, items: RequestItems, batches: Iterable[PlannedBatch], host_ms: float) -> None:
         """Appends one request, its batches as served, and the milliseconds of its thread."""
         if not self._is_described:
             self._file.write(json.dumps({"run": self._describe()}, default=str) + "\n")
             self._is_described = True
-        segments = self.facts.segments(mm_kwargs, len(specs))
-        items = [Item(spec, segments=n) for spec, n in zip(specs, segments, strict=True)]
+        recorded = [Item(spec, segments=n) for spec, n in zip(items.specs, items.segments, strict=True)]
         served = [batch.as_dict() for batch in batches]
-        self._file.write(trace_line(items, batches=served, host_ms=round(host_ms, 3)))
+        self._file.write(trace_line(recorded, batches=served, host_ms=round(host_ms, 3)))
 
     def close(self) -> None:
         """Closes the file."""
@@ -453,13 +443,14 @@ class Recorder:
 
     def _describe(self) -> dict[str, Any]:
         """Returns a run as `tuning.trace.RunRecord` holds it."""
-        is_cuda, tower, limits = self.device.type == "cuda", self.spec.tower, self.spec.limits
+        spec, device = self.generation.spec, self.generation.pool.device
+        tower, limits = spec.tower, spec.limits
         return {
             "tower": type(getattr(tower, "tower", tower)).__name__,
-            "device": torch.cuda.get_device_name(self.device) if is_cuda else "CPU",
-            "dtype": str(self.spec.dtype).removeprefix("torch."),
+            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
+            "dtype": str(spec.dtype).removeprefix("torch."),
             "versions": {name: found for name in _PACKAGES if (found := package_version(name)) is not None},
-            "config": self.config.model_dump(mode="json", exclude_unset=True, fallback=str),
+            "config": self.generation.config.model_dump(mode="json", exclude_unset=True, fallback=str),
             "max_items_per_batch": limits.max_items_per_batch,
             "max_frames_per_batch": limits.max_frames_per_batch,
             "paths": {name: _describe_path(path) for name, path in self.paths.items()},

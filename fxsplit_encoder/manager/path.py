@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from fxsplit_encoder.capture.buffers import StaticValue
-from fxsplit_encoder.compile.options import CompileOptions
 from fxsplit_encoder.errors import ConfigError, FxSplitError, InputError, ReplayError
 from fxsplit_encoder.kernels.attention import KnownSegments
 from fxsplit_encoder.manager.path_forward import PathForward
@@ -44,8 +43,7 @@ class EncoderPath(CapturedProgram):
         config = scope.config
         own = config.paths.get(name)
         label = f"path {name}" + (f" {axis_keys}" if axis_keys else "")
-        options = CompileOptions.of(config)
-        forward = PathForward(name, label, spec, scope.pool.device, axis_keys, options)
+        forward = PathForward(name, label, spec, scope, axis_keys)
         mode = (own.mode if own is not None else None) or config.mode
         super().__init__(forward, label, spec.limits.path_budgets[name], mode, scope)
 
@@ -153,14 +151,11 @@ class EncoderPath(CapturedProgram):
                 f"the tower makes no inputs of this batch within {items} items and {frames} video frames: "
                 f"{type(error).__name__}: {error}"
             ) from error
-        values = dict(prepared.values)
         for name in self.forward.unused:
-            if values.get(name) is not None:
+            if prepared.values.get(name) is not None:
                 raise ReplayError(f"{name}: this batch gives a value, and the tower gave None for captures")
-        if not self.forward.groups.factors:
-            return values
         try:
-            return self.forward.groups.spread(values)
+            return self.forward.groups.spread(prepared.values)
         except InputError as error:
             raise ReplayError(str(error)) from error
 

@@ -6,7 +6,7 @@ import contextlib
 import copy
 import logging
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -31,6 +31,7 @@ from fxsplit_encoder.errors import (
 from fxsplit_encoder.manager.tower import TowerSpec, named_tensors, tower_part, tower_tensors
 from fxsplit_encoder.pauses import FOREGROUND, has_turn, scheduler
 from fxsplit_encoder.runtime.requests import (
+    CaptureScope,
     FreshInputs,
     check_replacements,
     layouts_of,
@@ -55,7 +56,7 @@ _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, tor
 
 class PathForward:
     """The tower's `encoder_cudagraph_forward` on one path, and the program that it was compiled to. Messages
-    name it by `label`, the path and its axis keys; inputs lie on `device`.
+    name it by `label`, the path and its axis keys; inputs lie on the device of `scope`.
     """
 
     def __init__(
@@ -63,30 +64,27 @@ class PathForward:
         name: str,
         label: str,
         spec: TowerSpec,
-        device: torch.device,
+        scope: CaptureScope,
         axis_keys: tuple[Hashable, ...],
-        options: CompileOptions,
     ) -> None:
         self.name = name
         self.label = label
         self.tower = spec.tower
         self.limits = spec.limits
         self.budgets = spec.limits.path_budgets[name]
-        self.device, self.dtype = device, spec.dtype
+        self.device, self.dtype = scope.pool.device, spec.dtype
         self.axis_keys = axis_keys
-        self.options = options
-        self.padding_logics = spec.tower.get_encoder_cudagraph_config().padding_logics
+        self.options = CompileOptions.of(scope.config)
+        self.padding_logics = spec.model_config.padding_logics
         self.declares_padding: bool = getattr(spec.tower, "declares_padding", True)
         """Whether the tower declares that real rows do not read padding: the default of the protocol."""
         self.program: BoundProgram | None = None
         """The compiled forward; None before `compile`, and where it does not compile."""
         self.parameters = StaticParameters(())
         """Parameters that the program is bound to."""
-        self.is_settled = False
-        """Whether `compile` has run."""
         self.refusal: str | None = None
         """Why it does not compile, once that is known."""
-        self._growing: frozenset[str] | None = None
+        self._varying: dict[str, list[int]] | None = None
         self.saved: Mapping[str, Any] | None = None
         """The program that another process saved, which is restored rather than traced."""
         self.unused: dict[str, None] = {}
@@ -150,17 +148,23 @@ class PathForward:
                 inputs[name] = to_device(tensor, device, dtype).contiguous()
         return inputs
 
+    def varying_dims(self) -> dict[str, list[int]]:
+        """Returns by input the dimensions that differ between the smallest and largest budget; InputError:
+        none are made.
+        """
+        if self._varying is None:
+            small, large = self.first_values(self.budgets), self.first_values(self.budgets[::-1])
+            self._varying = {
+                name: [dim for dim, size in enumerate(tensor.shape) if size != large[name].shape[dim]]
+                for name, tensor in small.items()
+            }
+        return self._varying
+
     def growing_inputs(self) -> frozenset[str]:
         """Returns inputs that differ between the smallest and largest budget; InputError: none are made."""
-        budgets = self.budgets
-        if len(budgets) < 2:
+        if len(self.budgets) < 2:
             return frozenset()
-        if self._growing is None:
-            small, large = self.first_values(budgets), self.first_values(budgets[::-1])
-            self._growing = frozenset(
-                name for name, tensor in small.items() if tensor.shape != large[name].shape
-            )
-        return self._growing
+        return frozenset(name for name, dims in self.varying_dims().items() if dims)
 
     def fixed_bytes(self) -> int:
         """Returns the bytes of inputs that do not grow; InputError: none are made."""
@@ -234,7 +238,7 @@ class PathForward:
         traced = self.trace(example, progress, is_concurrent=is_concurrent)
         with has_turn():
             if is_concurrent and not isinstance(traced, FxSplitError):
-                if not self.agrees(traced, example.inputs):
+                if not self.agrees(traced, example):
                     logger.warning("%s: traced again while requests wait: results differed", self.label)
                     traced = self.trace(example, progress)
             if not isinstance(traced, FxSplitError):
@@ -245,12 +249,16 @@ class PathForward:
                 refusals[""] = f"captured without compiling, as path {self.name} is: {traced}"
             return self.refuse(refusals[self.name])
 
-    def example(self) -> TracedExample | str:
+    @property
+    def is_settled(self) -> bool:
+        """Whether `compile` has run."""
+        return self.program is not None or self.refusal is not None
+
+    def example(self) -> dict[str, Tensor] | str:
         """Makes inputs to trace the forward with; or says why there are none."""
         try:
             self.groups = row_groups_of(self, self.padding_logics.keys())
-            inputs = _moderate_inputs(self)
-            return TracedExample(inputs, _dynamic_dims(self, inputs))
+            return _moderate_inputs(self)
         except InputError as error:
             return f"not compiled: {error}"
 
@@ -269,9 +277,9 @@ class PathForward:
             return
         try:
             program = restore_program(saved, named_tensors(self.tower), self.device)
-            program(self.inputs(program, with_contents(example.inputs)))
+            program(self.inputs(program, with_contents(example)))
             with has_turn():
-                if not self.agrees(program, example.inputs):
+                if not self.agrees(program, example):
                     raise StartFileError("program: expected what the forward returns; got something else")
                 self.bind(program)
         except Exception as error:  # the boundary of the process that compiled: torch, or a kernel, may fail
@@ -279,7 +287,7 @@ class PathForward:
 
     def trace(
         self,
-        example: TracedExample,
+        inputs: dict[str, Tensor],
         progress: Callable[[int, int], None] | None,
         *,
         is_concurrent: bool = False,
@@ -298,16 +306,22 @@ class PathForward:
         logger.info("%s: its forward is traced and compiled; compile: false goes without", self.label)
         try:
             program = trace_forward(
-                forward.__call__, example.inputs, example.dynamic_dims, options, tower_part(forward.tower)
+                forward.__call__, inputs, self._dynamic_dims(inputs), options, tower_part(forward.tower)
             )
             refuse_collectives(program.program.collectives)
             return program
         except (CaptureError, CompileError) as error:
             return error
 
+    def _dynamic_dims(self, inputs: Mapping[str, Tensor]) -> dict[str, list[int]]:
+        """Returns the dimensions that vary; with one budget, the first of every tensor."""
+        if len(self.budgets) > 1:
+            return self.varying_dims()
+        return {name: [0] for name, tensor in inputs.items() if tensor.dim() > 0 and tensor.shape[0] > 1}
+
     def refuse(self, why: str) -> str:
         """Notes why the forward is not compiled, and returns it."""
-        self.is_settled, self.refusal = True, why
+        self.refusal = why
         self.groups = RowGroups()
         return why
 
@@ -326,7 +340,7 @@ class PathForward:
 
     def bind(self, program: BoundProgram) -> None:
         """Uses a program, on the parameters that it is bound to."""
-        self.is_settled, self.program = True, program
+        self.program = program
         self._layouts = layouts_of(program.fixed)  # now: a parameter may be cast or laid out anew in place
         self.parameters = StaticParameters(filter(torch.is_tensor, program.fixed), self.tower)
 
@@ -349,7 +363,7 @@ class PathForward:
 
     def forget(self) -> None:
         """Makes the next `compile` compile the forward again."""
-        self.program, self.is_settled, self.refusal = None, False, None
+        self.program = self.refusal = self._varying = None
 
 
 class RowGroups:
@@ -426,15 +440,6 @@ def _num_rows(value: StaticValue) -> int:
     return value.shape[0] if isinstance(value, Tensor) else sum(part.shape[0] for part in value)
 
 
-@dataclass(frozen=True)
-class TracedExample:
-    """Inputs that a forward is traced with."""
-
-    inputs: dict[str, Tensor]
-    dynamic_dims: dict[str, list[int]]
-    """By input, the dimensions whose sizes vary."""
-
-
 def _moderate_inputs(sized: PathForward) -> dict[str, Tensor]:
     """Inputs of a moderate size, with two tiles rather than one: a trace makes a size of 1 a constant."""
     nearest = sorted(sized.budgets, key=lambda budget: abs(budget - _TRACED_TOKENS))
@@ -443,18 +448,6 @@ def _moderate_inputs(sized: PathForward) -> dict[str, Tensor]:
     if any(inputs[name].shape[:1] == (1,) for name in inputs.keys() & growing):
         return sized.first_values([2 * budget for budget in nearest])
     return inputs
-
-
-def _dynamic_dims(sized: PathForward, inputs: Mapping[str, Tensor]) -> dict[str, list[int]]:
-    """Returns the dimensions that differ between two budgets; with one budget, the first of every tensor."""
-    budgets = sized.budgets
-    if len(budgets) < 2:
-        return {name: [0] for name, tensor in inputs.items() if tensor.dim() > 0 and tensor.shape[0] > 1}
-    small, large = sized.first_values(budgets), sized.first_values(budgets[::-1])
-    return {
-        name: [dim for dim, size in enumerate(tensor.shape) if size != large[name].shape[dim]]
-        for name, tensor in small.items()
-    }
 
 
 def row_groups_of(sized: PathForward, without: Collection[str]) -> RowGroups:

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from collections.abc import Hashable, Iterator, Sequence
+from typing import Any
 
 import torch
 
 from fxsplit_encoder.config import EncoderConfig
-from fxsplit_encoder.errors import FxSplitError, InputError
+from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.manager.batches import BatchRunner
-from fxsplit_encoder.manager.tower import ItemFacts, TowerSpec, read_item_specs, select_items
+from fxsplit_encoder.manager.tower import RequestItems, TowerSpec
 from fxsplit_encoder.planning.costs import HOST_MS_PER_BATCH, CostCurve, CostModel, PathCosts
 from fxsplit_encoder.planning.limits import Limits
 from fxsplit_encoder.planning.plan import Item, MissReason, Plan
 from fxsplit_encoder.planning.planner import Captured, build_fallback_plan, build_plan
-from fxsplit_encoder.protocol import EncoderItemSpec
 
 logger = logging.getLogger(__name__)
 
@@ -34,15 +32,6 @@ _TIE = 1.01
 
 # What a batch adds where as few as possible are wanted: more than all tokens of a request together.
 _FEWEST = float(1 << 40)
-
-_Key: TypeAlias = tuple[
-    tuple[tuple[Any, ...], ...],
-    tuple[int, ...],
-    tuple[int, ...],
-    tuple[tuple[Hashable, ...], ...],
-    tuple[str, ...],
-]
-"""Of every item its sizes, frames, segments, axis keys and modality."""
 
 
 class _Kept:
@@ -65,18 +54,15 @@ class RequestPlans:
     """
 
     def __init__(self, spec: TowerSpec, config: EncoderConfig, runner: BatchRunner) -> None:
-        self.tower = spec.tower
         self.config = config
         self.model_config = spec.model_config
         self.paths = runner.paths
-        self.facts = ItemFacts(spec.tower)
-        self._kept: dict[_Key, _Kept] = {}
+        self._kept: dict[Hashable, _Kept] = {}
         self.recurring: _Kept | None = None
         """Of the request that was planned last, if it is to be looked at."""
         self._runner = runner
         self.is_idle = not config.enabled or all(path.mode == "none" for path in self.paths.values())
         """Whether the settings ask for no captures."""
-        self._num_axes = len(spec.model_config.capture_axes)
 
     def use_captures(self, limits: Limits, *, captured: bool) -> None:
         """Reads captures and costs, and forgets plans; unless `captured`, plans assume a full ladder."""
@@ -107,20 +93,18 @@ class RequestPlans:
             and all(path.recurring_counts == "cost" and costs[key].exact for key, path in self.paths.items())
         )
 
-    def of(self, mm_kwargs: dict[str, Any], items: RequestItems, *, is_use: bool = True) -> Plan:
-        """Returns the plan of a request, which counts as one more use if `is_use`. Reads the grids alone."""
-        specs = items.specs
+    def of(self, items: RequestItems, *, is_use: bool = True) -> Plan:
+        """Returns the plan of a request, which counts as one more use if `is_use`."""
         if self.is_idle:
             paths, skippable = self._limits.path_budgets, self._limits.skippable_paths
-            return build_fallback_plan(list(map(Item, specs)), paths, MissReason.DISABLED, skippable)
-        key = self._key_of(mm_kwargs, items)
-        kept = self._kept.get(key)
+            return build_fallback_plan(list(map(Item, items.specs)), paths, MissReason.DISABLED, skippable)
+        kept = self._kept.get(items.key)
         if kept is None:
             if len(self._kept) >= _KEPT_PLANS:
                 self._forget()
-            plan = self.build(self._items(specs, key))
+            plan = self.build(self._planned(items))
             may_gain = self._plans_anew and (len(plan.batches) > 1 or any(_without_replay(plan)))
-            kept = self._kept[key] = _Kept(plan, 0 if may_gain else None)
+            kept = self._kept[items.key] = _Kept(plan, 0 if may_gain else None)
         if kept.uses is not None and is_use:
             kept.uses += 1
             if kept.uses == _RECURRING_USES:
@@ -129,12 +113,11 @@ class RequestPlans:
 
     def improve(self, mm_kwargs: dict[str, Any], items: RequestItems) -> None:
         """Looks at the `recurring` request, which was served."""
-        key, recurring = self._key_of(mm_kwargs, items), self.recurring
-        self.recurring, kept = None, self._kept.get(key)
-        if kept is None or kept is not recurring:  # that one was refused
+        kept, self.recurring = self.recurring, None
+        if kept is None or self._kept.get(items.key) is not kept:  # that one was refused
             return
         kept.uses = None
-        other = self._in_fewest_batches(self._items(items.specs, key), kept.plan)
+        other = self._in_fewest_batches(self._planned(items), kept.plan)
         for path, tokens in _without_replay(other or kept.plan):
             self.paths[path].unpadded.make_due(tokens)
         if other is None:
@@ -151,26 +134,9 @@ class RequestPlans:
         if after <= before * _TIE:
             kept.plan = other
 
-    def _key_of(self, mm_kwargs: dict[str, Any], items: RequestItems) -> _Key:
-        if items.key is None:
-            items.key = self._key(mm_kwargs, items.specs)
-        return items.key
-
-    def _key(self, mm_kwargs: dict[str, Any], specs: Sequence[EncoderItemSpec]) -> _Key:
-        modalities = self.facts.modalities(mm_kwargs, len(specs))
-        segments = self.facts.segments(mm_kwargs, len(specs))
-        frames = self.facts.frames(mm_kwargs, modalities, segments)
-        axes = self._num_axes
-        keys: Sequence[tuple[Hashable, ...]] = [()] * len(specs)
-        if axes:
-            keys = [select_items(self.tower, mm_kwargs, [i], axes)[1] for i in range(len(specs))]
-        sizes = tuple([(s.input_size, s.output_tokens, *s.path_output_tokens.items()) for s in specs])
-        return sizes, tuple(frames), tuple(segments), tuple(keys), tuple(modalities)
-
-    def _items(self, specs: Sequence[EncoderItemSpec], key: _Key) -> list[Item]:
-        _, frames, segments, keys, modalities = key
-        refusals = [None if self._serves(m) else MissReason.UNSUPPORTED_INPUT for m in modalities]
-        return list(map(Item, specs, frames, segments, keys, refusals))
+    def _planned(self, items: RequestItems) -> list[Item]:
+        refusals = [None if self._serves(m) else MissReason.UNSUPPORTED_INPUT for m in items.modalities]
+        return list(map(Item, items.specs, items.frames, items.segments, items.axis_keys, refusals))
 
     def _in_fewest_batches(self, items: Sequence[Item], plan: Plan) -> Plan | None:
         """The plan of the fewest batches, whatever was measured; None: `plan` has as few, these are predicted
@@ -239,54 +205,3 @@ def _without_replay(plan: Plan) -> Iterator[tuple[tuple[str, tuple[Hashable, ...
         for name, planned in batch.paths.items():
             if planned.budget is None and planned.tokens and not planned.eager:
                 yield (name, batch.axis_keys), planned.tokens
-
-
-# Requests of other items whose sizes are kept. A choice: a service sees few sizes.
-_KEPT_ITEMS = 1024
-
-
-@dataclass(slots=True)
-class RequestItems:
-    """The items of one request."""
-
-    specs: list[EncoderItemSpec]
-    """Their sizes."""
-    key: _Key | None = None
-    """All that their plan depends on, once `RequestPlans` has read it."""
-
-
-class ItemReader:
-    """Reads items of a tower's requests, and keeps those that it describes by a key
-    (`PackedTower.described_items`). Threads may share it.
-    """
-
-    def __init__(self, tower: Any, num_axes: int = 0) -> None:
-        self._tower = tower
-        # The axis keys of items are known only from their selection.
-        self._described_items: Callable[[dict[str, Any]], Hashable | None] | None = (
-            None if num_axes else getattr(tower, "described_items", None)
-        )
-        self._known: dict[Hashable, RequestItems] = {}
-
-    def read(self, mm_kwargs: Any) -> RequestItems:
-        """Returns the items of a request; raises as `read_item_specs`."""
-        described = None if self._described_items is None else self._describe(mm_kwargs)
-        items = None if described is None else self._known.get(described)
-        if items is None:
-            items = RequestItems(read_item_specs(self._tower, mm_kwargs))
-            if described is not None:
-                if len(self._known) >= _KEPT_ITEMS:
-                    self._known = {}
-                self._known[described] = items
-        return items
-
-    def _describe(self, mm_kwargs: Any) -> Hashable | None:
-        assert self._described_items is not None
-        if type(mm_kwargs) is not dict or not mm_kwargs:
-            return None
-        try:
-            return self._described_items(mm_kwargs)
-        except FxSplitError:
-            raise
-        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
-            return None  # `read_item_specs` raises what is wrong with them

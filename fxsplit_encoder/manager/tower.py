@@ -8,10 +8,10 @@ and what joins a tower to the language model is a "connector" of `get_mm_mapping
 from __future__ import annotations
 
 import operator
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -32,6 +32,9 @@ from fxsplit_encoder.protocol import (
 
 # vLLM sets it on a model while it builds its towers.
 _MARKED = "_tower_model_names"
+
+# Requests of other items whose sizes are kept. A choice: a service sees few sizes.
+_KEPT_ITEMS = 1024
 
 # Tables of costs count in 64 bits, and sums of a request's items must fit.
 _MOST_TOKENS = 2**48
@@ -162,46 +165,90 @@ def _with_integers(spec: Any) -> Any:
         return spec
 
 
-class ItemFacts:
-    """Reads other facts of items that plans need, by optional methods of a tower."""
+class RequestItems(NamedTuple):
+    """The items of one request, and all that their plan depends on."""
 
-    def __init__(self, tower: SupportsEncoderCudaGraph) -> None:
+    specs: list[EncoderItemSpec]
+    frames: list[int]
+    """Of videos; 0 for an image."""
+    segments: list[int]
+    """That attend apart."""
+    axis_keys: list[tuple[Hashable, ...]]
+    modalities: list[str]
+    key: Hashable
+    """Equal where all of these are."""
+
+
+class ItemReader:
+    """Reads items of a tower's requests, and keeps those that it describes by a key
+    (`PackedTower.described_items`). Threads may share it.
+    """
+
+    def __init__(self, tower: Any, num_axes: int = 0) -> None:
         self._tower = tower
-        self._modalities = getattr(tower, "item_modalities", None)
-        self._segments = getattr(tower, "item_segments", None)
-        self._frames = getattr(tower, "item_frames", None)
+        self._num_axes = num_axes
+        methods = ("item_modalities", "item_segments", "item_frames")
+        self._optional = {name: getattr(tower, name) for name in methods if hasattr(tower, name)}
+        # The axis keys of items are known only from their selection.
+        self._described_items: Callable[[dict[str, Any]], Hashable | None] | None = (
+            None if num_axes else getattr(tower, "described_items", None)
+        )
+        self._known: dict[Hashable, RequestItems] = {}
 
-    def modalities(self, mm_kwargs: dict[str, Any], num_items: int) -> list[str]:
-        """Returns "image" or "video" for every item, by default the batch's own."""
-        if self._modalities is not None:
-            return self._check(self._modalities(mm_kwargs), "item_modalities", num_items)
-        return [self._tower.get_input_modality(mm_kwargs)] * num_items if num_items else []
+    def read(self, mm_kwargs: Any) -> RequestItems:
+        """Returns the items of a request; raises as `read_item_specs`."""
+        described = None if self._described_items is None else self._describe(mm_kwargs)
+        items = None if described is None else self._known.get(described)
+        if items is None:
+            items = self._read(mm_kwargs)
+            if described is not None:
+                if len(self._known) >= _KEPT_ITEMS:
+                    self._known = {}
+                self._known[described] = items
+        return items
 
-    def segments(self, mm_kwargs: dict[str, Any], num_items: int) -> list[int]:
-        """Returns every item's attention segments: from the tower, else its video's frames, else one."""
-        if self._segments is not None:
-            return self._check(self._segments(mm_kwargs), "item_segments", num_items)
-        grids = mm_kwargs.get("video_grid_thw")
-        if grids is None or len(grids) != num_items:
-            return [1] * num_items
-        return [int(grid[0]) for grid in grids]
+    def _describe(self, mm_kwargs: Any) -> Hashable | None:
+        assert self._described_items is not None
+        if type(mm_kwargs) is not dict or not mm_kwargs:
+            return None
+        try:
+            return self._described_items(mm_kwargs)
+        except FxSplitError:
+            raise
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
+            return None  # `read_item_specs` raises what is wrong with them
 
-    def frames(
-        self, mm_kwargs: dict[str, Any], modalities: Sequence[str], segments: Sequence[int]
-    ) -> list[int]:
-        """Returns every item's video frames, 0 for an image; a segment counts as one by default."""
-        if "video" not in modalities:
-            return [0] * len(modalities)
-        told = segments
-        if self._frames is not None:
-            told = self._check(self._frames(mm_kwargs), "item_frames", len(modalities))
-        return [count if modality == "video" else 0 for count, modality in zip(told, modalities, strict=True)]
+    def _read(self, mm_kwargs: Any) -> RequestItems:
+        specs = read_item_specs(self._tower, mm_kwargs)
+        count, axes = len(specs), self._num_axes
+        if "item_modalities" in self._optional:
+            modalities = self._told("item_modalities", mm_kwargs, count)
+        else:
+            modalities = [self._tower.get_input_modality(mm_kwargs)] * count if count else []
+        if "item_segments" in self._optional:
+            segments = self._told("item_segments", mm_kwargs, count)
+        else:
+            grids = mm_kwargs.get("video_grid_thw")
+            is_of_videos = grids is not None and len(grids) == count
+            segments = [int(grid[0]) for grid in grids] if is_of_videos else [1] * count
+        frames = [0] * count
+        if "video" in modalities:
+            has_frames = "item_frames" in self._optional
+            told = self._told("item_frames", mm_kwargs, count) if has_frames else segments
+            counted = zip(told, modalities, strict=True)
+            frames = [number if modality == "video" else 0 for number, modality in counted]
+        keys: list[tuple[Hashable, ...]] = [()] * count
+        if axes:
+            keys = [select_items(self._tower, mm_kwargs, [i], axes)[1] for i in range(count)]
+        sizes = tuple([(s.input_size, s.output_tokens, *s.path_output_tokens.items()) for s in specs])
+        key = (sizes, tuple(frames), tuple(segments), tuple(keys), tuple(modalities))
+        return RequestItems(specs, frames, segments, keys, modalities, key)
 
-    def _check(self, told: list[Any], method: str, num_items: int) -> list[Any]:
-        if len(told) != num_items:
+    def _told(self, method: str, mm_kwargs: Any, count: int) -> list[Any]:
+        told: list[Any] = self._optional[method](mm_kwargs)
+        if len(told) != count:
             raise InputError(
-                f"{type(self._tower).__name__}.{method}: expected one entry an item, {num_items}; got "
-                f"{len(told)}"
+                f"{type(self._tower).__name__}.{method}: expected one entry an item, {count}; got {len(told)}"
             )
         return told
 

@@ -6,16 +6,12 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, TypeVar
 
 import torch
 
 from fxsplit_encoder.kernels.choice import Unmeasured, collecting
 from fxsplit_encoder.pauses import Scheduler, StoppedError, has_turn, pausing_by
-
-_Result = TypeVar("_Result")
 
 _POLL_SECONDS = 0.05
 """Poll interval of a step that is not due, in seconds."""
@@ -39,13 +35,14 @@ class Turns:
         self._passed = 0
         """Number of requests; guarded by the lock."""
         self._last_end = 0.0
-        self.lent: tuple[Future[Any], Callable[[], Any]] | None = None
-        """Set in `lend`, taken by a thread with the lock."""
         self._changed = threading.Condition()
         # Guarded by `_changed`:
         self.num_waiting = 0
         self._due: int | None = None
         """The thread whose step comes before later requests."""
+        self.is_wanted = False
+        """Whether a thread waits in `handed_over`."""
+        self._is_handed_over = False
 
     def __enter__(self) -> Turns:
         me = threading.get_ident()
@@ -61,8 +58,8 @@ class Turns:
 
     def __exit__(self, kind: type[BaseException] | None, *raised: object) -> None:
         try:
-            if self.lent is not None and kind is None and self._depth == 1:
-                self._do_lent()
+            if self.is_wanted and kind is None and self._depth == 1:
+                self._hand_over()
         finally:
             self._depth -= 1
             if not self._depth:
@@ -102,43 +99,45 @@ class Turns:
                 self._due = None
                 self._changed.notify_all()
 
-    def lend(self, work: Callable[[], _Result], is_stopped: Callable[[], bool] = lambda: False) -> _Result:
-        """Runs work on a thread that has just served a request or calls `assist`; returns its result or
-        raises its error. One thread may call it at a time. StoppedError: canceled before it started.
+    @contextmanager
+    def handed_over(self, is_stopped: Callable[[], bool] = lambda: False) -> Iterator[None]:
+        """Holds the lock of a thread that has just served a request or calls `assist`, and waits inside. One
+        thread may enter it at a time. StoppedError: canceled.
         """
-        assert self.lent is None, "one thread lends work"
-        future: Future[_Result] = Future()
-        self.lent = future, work
-        while not future.done():
-            if is_stopped() and future.cancel():
-                self.lent = None
+        with self._changed:
+            self.is_wanted = True
+            while self.is_wanted:
+                if is_stopped():
+                    self.is_wanted = False
+                    raise StoppedError
+                self._changed.wait(_POLL_SECONDS)
+        lender, self.owner = self.owner, threading.get_ident()
+        try:
+            if is_stopped():
                 raise StoppedError
-            with contextlib.suppress(TimeoutError):
-                future.exception(_POLL_SECONDS)
-        return future.result()
+            yield
+        finally:
+            self.owner = lender
+            with self._changed:
+                self._is_handed_over = False
+                self._changed.notify_all()
 
     def assist(self) -> None:
-        """Runs the work that waits in `lend`, if any."""
-        if self.lent is not None:
+        """Hands the lock over to the thread that waits for it in `handed_over`, if any."""
+        if self.is_wanted:
             with self:
                 pass
 
-    def _do_lent(self) -> None:
-        lent, self.lent = self.lent, None
-        if lent is None:
-            return
-        future, work = lent
-        if not future.set_running_or_notify_cancel():
-            return
-        try:
-            future.set_result(work())
-        except BaseException as error:  # the boundary of the thread that waits for the result
-            if isinstance(error, Exception | StoppedError):
-                future.set_exception(error)
+    def _hand_over(self) -> None:
+        with self._changed:
+            if not self.is_wanted:
                 return
-            message = f"{type(error).__name__} while it worked for another thread"
-            future.set_exception(RuntimeError(message))
-            raise  # an interrupt is meant for this thread
+            self.is_wanted, self._is_handed_over = False, True
+            self._changed.notify_all()
+            try:
+                self._changed.wait_for(lambda: not self._is_handed_over)
+            finally:  # after an interrupt, too
+                self._changed.wait_for(lambda: not self._is_handed_over)
 
     def _await_turn(self, me: int, is_stopped: Callable[[], bool], *, at_once: bool) -> None:
         begin, passed = time.perf_counter(), self._passed
@@ -162,9 +161,8 @@ class WorkBetween(Scheduler):
 
     Args:
         with_turn: context while the lock is held.
-        on_other_thread: context of work that another thread does.
-        lends: whether CUDA graphs are recorded by `Turns.lend`: at any other time a thread that serves
-            requests may synchronize the device, which no thread may while another records.
+        is_handed_over: whether CUDA graphs are recorded in `Turns.handed_over`: at any other time a thread
+            that serves requests may synchronize the device, which no thread may while another records.
     """
 
     def __init__(
@@ -172,17 +170,15 @@ class WorkBetween(Scheduler):
         turns: Turns,
         is_stopped: Callable[[], bool],
         with_turn: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext,
-        on_other_thread: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext,
         *,
         at_once: bool = False,
-        lends: bool = False,
+        is_handed_over: bool = False,
     ) -> None:
         self._turns = turns
         self._is_stopped = is_stopped
         self._with_turn = with_turn
-        self._on_other_thread = on_other_thread
         self._at_once = at_once
-        self.lends = lends
+        self.is_handed_over = is_handed_over
         self._held = contextlib.ExitStack()
         self._has_turn = False
 
@@ -206,37 +202,27 @@ class WorkBetween(Scheduler):
             self._give()
             self._take()
 
-    def capture(self, work: Callable[[], _Result]) -> _Result:
-        """Runs work with the lock, if `lends` by `Turns.lend`; StoppedError: canceled."""
-        if not self.lends:
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Holds the lock, with `is_handed_over` that of a thread that waits; StoppedError: canceled."""
+        if not self.is_handed_over:
             with self.turn():
-                return work()
-        begin, seconds = time.perf_counter(), 0.0
-
-        def by_another() -> _Result:
-            nonlocal seconds
-            if self._is_stopped():
-                raise StoppedError
-            start = time.perf_counter()
-            try:
-                with self._on_other_thread(), self._with_turn():
-                    return work()
-            finally:
-                seconds = time.perf_counter() - start
-
+                yield
+            return
         had_turn = self._has_turn
         self._give()
+        self._take(self._turns.handed_over(self._is_stopped))
         try:
-            return self._turns.lend(by_another, self._is_stopped)
+            yield
         finally:
-            self.seconds_paused += time.perf_counter() - begin - seconds
+            self._give()
             if had_turn:
                 self._take()
 
-    def _take(self) -> None:
+    def _take(self, lock: AbstractContextManager[None] | None = None) -> None:
         begin = time.perf_counter()
         with contextlib.ExitStack() as taken:
-            taken.enter_context(self._turns.step(self._is_stopped, at_once=self._at_once))
+            taken.enter_context(lock or self._turns.step(self._is_stopped, at_once=self._at_once))
             taken.enter_context(self._with_turn())
             self._held = taken.pop_all()
         self._has_turn = True

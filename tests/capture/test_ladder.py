@@ -21,7 +21,7 @@ from fxsplit_encoder.errors import CaptureError, ConfigError
 from fxsplit_encoder.kernels import choice
 from fxsplit_encoder.kernels.attention import KernelChooser
 from fxsplit_encoder.kernels.attention.chooser import Measurements
-from fxsplit_encoder.pauses import pausing_by, run_capture
+from fxsplit_encoder.pauses import pausing_by, recording
 from tests.kernels.attention.fakes import FakeKernel, FakeMeter
 from tests.kernels.attention.fakes import shape as attention_shape
 from tests.pauses import Pauses
@@ -208,8 +208,8 @@ def test_between_two_pauses_is_one_timing_or_one_recording(monkeypatch: pytest.M
 
     def making(*arguments: Any) -> CapturedForward:
         captured = make(*arguments)
-        record, measure = captured.record, captured.measure
-        captured.record = lambda warmups: run_capture(lambda: record(warmups))  # type: ignore[method-assign]
+        record, measure = recording()(captured.record), captured.measure
+        captured.record = record  # type: ignore[method-assign]
         captured.measure = lambda: [events.append("time"), measure()][1]  # type: ignore
         return captured
 

@@ -27,7 +27,7 @@ def own_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def forget_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in another process, which has the same files."""
-    monkeypatch.setattr(cudnn_varlen, "_thread", cudnn_varlen.ThreadPlans())
+    monkeypatch.setattr(cudnn_varlen, "_thread", cudnn_varlen.ThreadPlans([]))
     monkeypatch.setattr(cudnn_varlen, "PLAN_FILES", cudnn_varlen.PlanFiles())
 
 

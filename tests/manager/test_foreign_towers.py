@@ -15,7 +15,7 @@ from torch import Tensor
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.errors import InputError
-from fxsplit_encoder.manager.tower import ItemFacts
+from fxsplit_encoder.manager.tower import ItemReader
 from fxsplit_encoder.planning.plan import MissReason
 
 from . import managers
@@ -216,7 +216,8 @@ def test_sizes_may_be_elements_of_a_tensor() -> None:
 )
 def test_grids_of_videos_tell_their_frames(inputs: dict[str, Any], expected: list[int]) -> None:
     tower: Any = PackedModel()
-    assert ItemFacts(tower).segments(inputs, 2) == expected
+    tower.get_encoder_cudagraph_item_specs = lambda mm_kwargs: [ItemSpec(16, 16)] * 2
+    assert ItemReader(tower).read(inputs).segments == expected
 
 
 def pad_plane(captured: torch.Tensor, value: torch.Tensor) -> None:

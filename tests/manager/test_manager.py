@@ -14,8 +14,7 @@ from torch import nn
 import fxsplit_encoder as fx
 from fxsplit_encoder.capture.forward import CapturedForward
 from fxsplit_encoder.errors import InputError, ReplayError
-from fxsplit_encoder.manager import request_plans
-from fxsplit_encoder.manager.request_plans import ItemReader
+from fxsplit_encoder.manager.tower import ItemReader
 from fxsplit_encoder.tuning.trace import read_run, read_trace
 
 from .mock_towers import assert_equal_items
@@ -283,7 +282,7 @@ def test_pixels_of_other_kinds_are_still_looked_at(
 def test_little_is_kept(
     full: Any, make_batch: Any, assert_as_eager: Any, monkeypatch: pytest.MonkeyPatch, kept: int
 ) -> None:
-    monkeypatch.setattr(request_plans, "_KEPT_ITEMS", kept)
+    monkeypatch.setattr("fxsplit_encoder.manager.tower._KEPT_ITEMS", kept)
     monkeypatch.setattr("fxsplit_encoder.manager.request_plans._KEPT_PLANS", kept)
     read, ask = [], full.tower.get_encoder_cudagraph_item_specs
 

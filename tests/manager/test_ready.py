@@ -8,6 +8,7 @@ import functools
 import gc
 import logging
 import os
+import pickle
 import random
 import subprocess
 import sys
@@ -25,7 +26,6 @@ import torch
 from torch import nn
 
 import fxsplit_encoder as fx
-from fxsplit_encoder.capture.forward import CapturedForward
 from fxsplit_encoder.capture.pool import GraphPool
 from fxsplit_encoder.child_process import Child
 from fxsplit_encoder.compile.program import BoundProgram
@@ -38,7 +38,6 @@ from fxsplit_encoder.manager.compile_process import (
     CompileRequest,
     CompileWorker,
     dump_tower,
-    load_tower,
 )
 from fxsplit_encoder.manager.generation import Generation, first_of
 from fxsplit_encoder.manager.path_forward import PathForward
@@ -361,58 +360,55 @@ def test_clear_in_the_middle(by_hand: None) -> None:
 
 
 @pytest.fixture
-def lending(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The work leaves captures to whoever asks, as on a device."""
+def handed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Captures are made while whoever asked waits, as on a device."""
     begin = BackgroundCapture.start
 
     def start(self: BackgroundCapture) -> None:
-        self.work.lends = True
+        self.work.is_handed_over = True
         begin(self)
 
     monkeypatch.setattr(BackgroundCapture, "start", start)
 
 
-def test_on_a_device_who_asks_captures(lending: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_device_who_asks_waits_for_a_capture(handed_over: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """No other thread may wait for the device while a graph is captured, as whoever asks does some time."""
-    warming, capturing = set[int](), set[int]()
-    record, begin = CapturedForward.record, GraphPool.capturing
+    is_asking, while_asking = False, list[bool]()
+    begin = GraphPool.capturing
 
-    def spied(self: CapturedForward, warmups: int = 2) -> None:
+    def spied(self: GraphPool, *args: Any) -> Any:
         if begun_work:  # after the first captures
-            warming.add(threading.get_ident())
-        record(self, warmups)
-
-    def spied_capture(self: GraphPool, *args: Any) -> Any:
-        if begun_work:
-            capturing.add(threading.get_ident())
+            while_asking.append(is_asking)
         return begin(self, *args)
 
-    monkeypatch.setattr(CapturedForward, "record", spied)
-    monkeypatch.setattr(GraphPool, "capturing", spied_capture)
-    manager = begun()
-    waits = begun_work[-1].turns
-    while not (lent := waits.lent) or phase(manager) != "capturing":
-        time.sleep(0.002)
-        if lent:
-            assert_right(manager, 3, 5)
-    time.sleep(0.1)
-    assert waits.lent is lent, "nobody asks"
-    while phase(manager) == "capturing":
+    def ask() -> None:
+        nonlocal is_asking
+        is_asking = True
         assert_right(manager, 3, 5)
+        is_asking = False
+
+    monkeypatch.setattr(GraphPool, "capturing", spied)
+    manager = begun()
+    turns = begun_work[-1].turns
+    wait_until(lambda: turns.is_wanted and phase(manager) == "capturing")
+    time.sleep(0.1)
+    assert not while_asking and turns.is_wanted, "nobody asks"
+    while phase(manager) == "capturing":
+        ask()
         time.sleep(0.002)
-    assert capturing == {threading.get_ident()} and len(warming) == 1 and not warming & capturing
+    assert len(while_asking) >= 5 and all(while_asking)
     assert wait_for_end(manager).phase == "done" and state(manager) == usual_state()
 
 
 @pytest.mark.parametrize("by_waiting", [True, False])
-def test_captures_that_nobody_asks_for(by_waiting: bool, lending: None) -> None:
-    """They are made by whoever waits for them, or given up with the manager."""
+def test_captures_that_nobody_asks_for(by_waiting: bool, handed_over: None) -> None:
+    """They are made while somebody waits for them, or given up with the manager."""
     manager = begun()
     if by_waiting:
         assert not manager.wait_captured(0)
         assert wait_for_end(manager).phase == "done" and state(manager) == usual_state()
         return
-    wait_until(lambda: begun_work[-1].turns.lent)
+    wait_until(lambda: begun_work[-1].turns.is_wanted)
     manager.clear()
     begun_work[-1].background.end()
     assert phase(manager) == "stopped"
@@ -491,11 +487,11 @@ def elsewhere(by_hand: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[C
     started: list[CompileWorker] = []
     start = CompileWorker.__init__
 
-    def remember(self: CompileWorker, generation: Any, tell: Any) -> None:
-        start(self, generation, tell)
+    def remember(self: CompileWorker, generation: Any) -> None:
+        start(self, generation)
         started.append(self)
 
-    monkeypatch.setattr(background_module, "why_not_elsewhere", lambda generation: "")
+    monkeypatch.setattr(background_module, "check_elsewhere", lambda generation: None)
     monkeypatch.setattr(CompileWorker, "__init__", remember)
     yield started
     for worker in started:
@@ -646,7 +642,7 @@ def described(module: nn.Module) -> Any:
 @pytest.mark.parametrize("name", TINY)
 def test_every_tower_can_be_sent(name: str) -> None:
     tower = fx.wrap(TINY[name].make())
-    made = load_tower(dump_tower(tower))
+    made = pickle.loads(dump_tower(tower))
     assert described(made) == described(tower)
     weights = {name: tensor for name, tensor in made.named_parameters() if tensor.nbytes > 4096}
     assert not any(tensor.any() for tensor in weights.values())
@@ -657,7 +653,7 @@ def test_what_tensors_look_like_stays_and_small_values_too() -> None:
     module.weight = nn.Parameter(torch.ones(64, 64).t(), requires_grad=False)
     module.tied = module.weight
     module.register_buffer("table", torch.arange(6).view(2, 3))
-    made = load_tower(dump_tower(module))
+    made = pickle.loads(dump_tower(module))
     assert made.weight is made.tied and isinstance(made.weight, nn.Parameter)
     assert made.weight.stride() == (1, 64) and not made.weight.requires_grad and not made.weight.any()
     torch.testing.assert_close(made.table, module.table)

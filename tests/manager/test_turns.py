@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
 import threading
@@ -119,71 +118,86 @@ def test_a_step_that_nobody_wants_is_not_begun_and_one_that_raises_gives_the_tur
         pass
 
 
-def lent(
+def awaiting(
     threads: ThreadPoolExecutor, turns: Turns, work: Any, is_stopped: Any = lambda: False
-) -> Future[Any]:
-    """What a thread lends, once it does."""
-    future = threads.submit(turns.lend, work, is_stopped)
-    wait_until(lambda: turns.lent is not None)
+) -> Future[None]:
+    """Work that waits for another thread's lock."""
+
+    def do_work() -> None:
+        with turns.handed_over(is_stopped):
+            work()
+
+    future = threads.submit(do_work)
+    wait_until(lambda: turns.is_wanted)
     return future
 
 
-def test_lent_work_is_done_by_the_thread_of_a_request_after_it_and_in_its_turn(
-    threads: ThreadPoolExecutor,
-) -> None:
-    turns, order = Turns(), list[Any]()
+def test_a_lock_is_handed_over_after_a_request_whose_thread_waits(threads: ThreadPoolExecutor) -> None:
+    turns, order = Turns(), list[str]()
 
-    def work() -> int:
-        with turns:  # it has the turn
-            order.append(threading.get_ident())
-        return 7
+    def work() -> None:
+        with turns:  # it has the lock
+            time.sleep(0.02)
+            order.append("work")
 
-    found = lent(threads, turns, work)
+    done = awaiting(threads, turns, work)
     time.sleep(0.02)
     assert not order, "nobody has served a request"
     with pytest.raises(ValueError), turns:
         raise ValueError
     assert not order, "it waits for one that does not fail"
-    with turns, turns:
-        order.append("request")
-    assert found.result(60) == 7 and order == ["request", threading.get_ident()]
+    with turns:
+        with turns:
+            order.append("request")
+        assert turns.owner == threading.get_ident()
+    assert order == ["request", "work"] and turns.owner is None
+    done.result(60)
     turns.assist()
     assert len(order) == 2, "once"
-    found = lent(threads, turns, work)
+    done = awaiting(threads, turns, work)
     turns.assist()
-    assert found.result(60) == 7
+    assert len(order) == 3
+    done.result(60)
 
 
-@pytest.mark.parametrize(
-    ("error", "said"),
-    [
-        (TimeoutError("its own"), "its own"),
-        # An interrupt is meant for the thread that does the work.
-        (KeyboardInterrupt(), "KeyboardInterrupt while it worked for another thread"),
-    ],
-)
-def test_what_lent_work_raises_is_told_the_one_that_lent_it_and_the_turn_is_given_back(
-    error: BaseException, said: str, threads: ThreadPoolExecutor
-) -> None:
+def test_an_error_of_work_is_its_own_and_the_lock_is_given_back(threads: ThreadPoolExecutor) -> None:
     def work() -> None:
-        raise error
+        raise TimeoutError("its own")
 
     turns = Turns()
-    found = lent(threads, turns, work)
-    is_interrupt = isinstance(error, KeyboardInterrupt)
-    with pytest.raises(KeyboardInterrupt) if is_interrupt else contextlib.nullcontext(), turns:
+    done = awaiting(threads, turns, work)
+    with turns:
         pass
-    assert said in str(found.exception(60))
+    assert isinstance(done.exception(60), TimeoutError)
     with turns.step():
         pass
 
 
-def test_lent_work_that_nobody_wants_any_more_is_not_done(threads: ThreadPoolExecutor) -> None:
+def test_an_interrupt_waits_for_the_end_of_work(
+    threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turns, order = Turns(), list[str]()
+    wait_for, interrupts = threading.Condition.wait_for, iter([KeyboardInterrupt])
+
+    def interrupted(self: threading.Condition, *given: Any) -> bool:
+        for error in interrupts:
+            raise error
+        return wait_for(self, *given)
+
+    done = awaiting(threads, turns, lambda: (time.sleep(0.02), order.append("work")))
+    monkeypatch.setattr(threading.Condition, "wait_for", interrupted)
+    with pytest.raises(KeyboardInterrupt), turns:
+        pass
+    assert order == ["work"] and turns.owner is None
+    done.result(60)
+
+
+def test_work_that_nobody_wants_any_more_is_not_begun(threads: ThreadPoolExecutor) -> None:
     turns, stopped, done = Turns(), threading.Event(), list[int]()
-    found = lent(threads, turns, lambda: done.append(1), stopped.is_set)
+    waiting = awaiting(threads, turns, lambda: done.append(1), stopped.is_set)
     stopped.set()
     with pytest.raises(StoppedError):
-        found.result(60)
+        waiting.result(60)
     with turns:
         pass
     assert not done

@@ -11,6 +11,7 @@ import hashlib
 import importlib
 import logging
 import threading
+import weakref
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -27,14 +28,21 @@ from fxsplit_encoder.kernels.store import KernelStore, describe_environment
 
 
 class ThreadPlans(threading.local):
-    """Threads must not share handles, and captured graphs need their plans for as long as they live."""
+    """Handles, which threads must not share, and plans, which captured graphs need for as long as they live:
+    what a thread leaves in `ended`, the next one takes over.
+    """
 
-    def __init__(self) -> None:
-        self.handles: dict[torch.device, Any] = {}
-        self.plans: dict[tuple[Any, ...], Plan] = {}
+    def __init__(self, ended: list[tuple[dict[torch.device, Any], dict[tuple[Any, ...], Plan]]]) -> None:
+        try:
+            self.handles, self.plans = ended.pop()
+        except IndexError:
+            self.handles, self.plans = {}, {}
+        self._while_thread_lives = threading.Event()
+        end = weakref.finalize(self._while_thread_lives, ended.append, (self.handles, self.plans))
+        end.atexit = False
 
 
-_thread = ThreadPlans()
+_thread = ThreadPlans([])
 
 
 class CudnnVarlen(HalfPrecisionKernel):

@@ -106,7 +106,7 @@ class Graph:
 
 def forget_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in another process, which has the same files."""
-    monkeypatch.setattr(cudnn_varlen, "_thread", cudnn_varlen.ThreadPlans())
+    monkeypatch.setattr(cudnn_varlen, "_thread", cudnn_varlen.ThreadPlans([]))
     plan_files = cudnn_varlen.PlanFiles()
     for module in (cudnn_varlen, compiled):
         monkeypatch.setattr(module, "PLAN_FILES", plan_files)
@@ -187,6 +187,16 @@ def test_another_thread_and_another_process_read_what_was_built(
         torch.testing.assert_close(result, expected, rtol=0, atol=0)
     attend(4)
     assert Graph.built == 2 and len(plans(tmp_path)) == 2
+
+
+def test_a_plan_outlives_its_thread_and_serves_the_next_but_no_two_at_once() -> None:
+    """A captured graph reads its memory."""
+    with ThreadPoolExecutor(1) as first:
+        (kept,) = first.submit(lambda: (attend(), *cudnn_varlen._thread.plans.values())[1:]).result()
+        assert not cudnn_varlen._thread.plans, "of another thread that lives"
+    with ThreadPoolExecutor(1) as second, ThreadPoolExecutor(1) as third:
+        found = [each.submit(lambda: [*cudnn_varlen._thread.plans.values()]) for each in (second, third)]
+        assert [each.result() for each in found] == [[kept], []]
 
 
 def test_a_plan_that_is_none_of_cudnns_is_built_anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
