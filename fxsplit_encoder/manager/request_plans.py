@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -17,7 +17,7 @@ from fxsplit_encoder.manager.tower import ItemFacts, TowerSpec, read_item_specs,
 from fxsplit_encoder.planning.costs import HOST_MS_PER_BATCH, CostCurve, CostModel, PathCosts
 from fxsplit_encoder.planning.limits import Limits
 from fxsplit_encoder.planning.plan import Item, MissReason, Plan
-from fxsplit_encoder.planning.planner import Captured, build_fallback_plan, build_plan
+from fxsplit_encoder.planning.planner import Captured, build_plan
 from fxsplit_encoder.protocol import EncoderItemSpec
 
 logger = logging.getLogger(__name__)
@@ -111,8 +111,8 @@ class RequestPlans:
         """Returns the plan of a request, which counts as one more use if `is_use`. Reads the grids alone."""
         specs = items.specs
         if self.is_idle:
-            paths, skippable = self._limits.path_budgets, self._limits.skippable_paths
-            return build_fallback_plan(list(map(Item, specs)), paths, MissReason.DISABLED, skippable)
+            refused = [Item(spec, refusal=MissReason.DISABLED) for spec in specs]
+            return build_plan(refused, replace(self._limits, max_items_per_batch=max(1, len(specs))))
         key = self._key_of(mm_kwargs, items)
         kept = self._kept.get(key)
         if kept is None:

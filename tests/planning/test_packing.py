@@ -62,7 +62,9 @@ class Problem:
         measured = table.path_costs.eager
         if not count:
             return 0.0
-        return table.eager(count) if measured and count <= measured[-1][0] else float("inf")
+        return (
+            table.path_costs.eager_curve.at(count) if measured and count <= measured[-1][0] else float("inf")
+        )
 
     def total(self, batches: Sequence[Sequence[int]]) -> float:
         return sum(map(self.cost, batches))
