@@ -70,12 +70,11 @@ def _describe(leaf: Any, device: torch.device) -> Hashable:
 @dataclass(slots=True)
 class _Entry:
     forward: CapturedForward
-    names: list[str]  # of the static inputs, in the order of the tensors among the arguments
     structure: TreeSpec  # of what the module returned
 
     def replay(self, leaves: Sequence[Any], *, debug: bool) -> Any:
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        self.forward.inputs.load(dict(zip(self.names, tensors, strict=True)))
+        self.forward.inputs.load(dict(zip(self.forward.inputs.buffers, tensors, strict=True)))
         outputs = self.forward.replay(debug=debug)
         owned = [output.clone() if isinstance(output, torch.Tensor) else output for output in outputs]
         if debug:
@@ -237,7 +236,7 @@ class BreakableCUDAGraphWrapper(nn.Module):
             forward.release()
             raise CaptureError("the module writes to an argument, which a replay would do to a copy of it")
         self.captures += 1
-        return _Entry(forward, [buffer.name for buffer in buffers], structures[-1])
+        return _Entry(forward, structures[-1])
 
     def _evict(self) -> None:
         """Drops the capture used longest ago; with the last one the memory goes back."""
