@@ -37,8 +37,7 @@ def test_padded_lengths_rise_stay_in_bounds_and_keep_the_real_part(
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=8), st.integers(1, 9))
 def test_empty_segments_at_the_end_take_no_room(segments: list[int], empty: int) -> None:
     real = cumulative(segments)
-    entries = tuple(real.tolist())
-    padded = pad_cu_seqlens((*entries, *entries[-1:] * empty), len(real), entries[-1])
+    padded = pad_cu_seqlens((*real.tolist(), *real[-1:].tolist() * empty), len(real), int(real[-1]))
     assert torch.equal(padded, real)
 
 
