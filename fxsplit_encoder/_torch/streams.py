@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -117,14 +117,6 @@ class Branch:
         if self._main is not None:
             self._main.wait_stream(self._sibling)
 
-    def __enter__(self) -> None:
-        """Makes the sibling the current stream."""
-        if self._main is not None:
-            self._entered = torch.cuda.stream(self._sibling)
-            self._entered.__enter__()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if self._main is not None:
-            self._entered.__exit__(kind, error, traceback)
+    def entered(self) -> contextlib.AbstractContextManager[object]:
+        """Makes the sibling the current stream inside."""
+        return contextlib.nullcontext() if self._main is None else torch.cuda.stream(self._sibling)

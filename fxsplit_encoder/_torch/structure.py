@@ -116,7 +116,7 @@ class Structure:
     @property
     def has_adapters(self) -> bool:
         """Whether layers have adapters, in use or not."""
-        return self._seen.has_adapters
+        return bool(self._seen.layers)
 
     def has_other_adapters(self) -> bool:
         """Whether layers compute with other adapters, merges or scales: found long before all else is."""
@@ -210,12 +210,12 @@ class _Seen:
         self._take_modules()
         self._take_additions(inner)
         self._take_values()
-        self._layers = {
+        self.layers = {
             name: (module, found)
             for name, module, _ in self.modules
             if is_adapter_layer(module) and (found := [n for n in SWITCHES if (name, n) in self.facts])
         }
-        self._switches = [(itemgetter(*found), vars(module)) for module, found in self._layers.values()]
+        self._switches = [(itemgetter(*found), vars(module)) for module, found in self.layers.values()]
         self._switched = [copy_of(get(held)) for get, held in self._switches]
         self.modal = {
             name: vars(module)
@@ -299,17 +299,13 @@ class _Seen:
             for get, holders in ((itemgetter(*keys), holders) for keys, holders in groups.items())
         ]
 
-    @property
-    def has_adapters(self) -> bool:
-        return bool(self._layers)
-
     def has_other_adapters(self) -> bool:
         with contextlib.suppress(KeyError):  # an attribute that is gone is told below
             if [get(held) for get, held in self._switches] == self._switched:
                 return False
         return any(
             values_in_use(layer, what, vars(layer).get(what)) != self.facts[name, what]
-            for name, (layer, names) in self._layers.items()
+            for name, (layer, names) in self.layers.items()
             for what in names
         )
 

@@ -22,7 +22,6 @@ from fxsplit_encoder.backend.forward import (
     ProgramBudgets,
     ProgramForward,
     SizedForward,
-    all_sizes_of,
     sizes_of,
 )
 from fxsplit_encoder.caching import Recent
@@ -111,9 +110,9 @@ class BudgetDispatcher:
         self.kernels.check(program.device)
         self.statistics = Statistics(log_interval=0)
         self.owners = owners_of_trace() if owners is None else owners
+        """Whose graph it is: what `torch.compile` made, and the module."""
         self.first_parameter: Callable[[], torch.Tensor | None] = lambda: None
         """Returns the first parameter among the arguments; None: there is none, or it is no more."""
-        """Whose graph it is: what `torch.compile` made, and the module."""
         self.programs: dict[tuple[int, ...], CallProgram] = {}
         """By the sizes other than the token count: they are part of a capture's shape. Without a token count
         a single one for all sizes."""
@@ -127,8 +126,13 @@ class BudgetDispatcher:
         slots = {entry.slot: f"input {entry.slot}" for entry in program.region_inputs}
         self._region = NamedRegion(program, slots)  # whose inputs have no names but those of their slots
         self._parameters = CallParameters(program, weights)
-        self._has_warned = False
         self._outputs = tuple(map(Output.of, program.outputs, program.output_shapes))
+        self._segment_slots = [
+            entry.slot
+            for entry in program.region_inputs
+            if entry.is_segments and program.padding.segments_may_grow
+        ]
+        """Cumulative lengths of which captures hold more than a call; others' numbers select the program."""
         self.known_budgets: ProgramBudgets | None = None
         self._plans: Recent[tuple[Any, ...], PathPlan] = Recent(_KEPT_PLANS)
         self._lock = threading.RLock()
@@ -215,18 +219,22 @@ class BudgetDispatcher:
     def _budgets(self, bindings: Bindings) -> ProgramBudgets:
         if self.known_budgets is None:
             self.known_budgets = ProgramBudgets.of(self.program, self.config, bindings)
+            padding = self.program.padding
+            if self._mode != "exact" and not padding.allowed:
+                logger.warning(
+                    "a graph is never padded, so only calls that fill a budget or repeat a size are "
+                    "replayed: real rows may depend on pad rows at %s%s",
+                    padding,
+                    f" ({padding.source})" if padding.source else "",
+                )
         return self.known_budgets
 
-    def _sized_program(self) -> SizedProgram:
-        if () not in self.programs:
-            self.programs[()] = SizedProgram(
-                SizedForward(self._region, self._parameters), self._mode, self._captures.scope
-            )
-        program = self.programs[()]
-        assert isinstance(program, SizedProgram)
-        return program
-
     def _captured_program(self, bindings: Bindings) -> CallProgram:
+        if not self._has_tokens:
+            if () not in self.programs:
+                forward_of_sizes = SizedForward(self._region, self._parameters)
+                self.programs[()] = SizedProgram(forward_of_sizes, self._mode, self._captures.scope)
+            return self.programs[()]
         key = sizes_of(self.program, bindings)
         if key not in self.programs:
             if len(self.programs) >= _MOST_PROGRAMS:
@@ -237,26 +245,14 @@ class BudgetDispatcher:
             self.programs[key] = PaddedProgram(
                 forward, "torch.compile", budgets.tokens, self._mode, self._captures.scope
             )
-            if self._mode != "exact" and not self.program.padding.allowed:
-                self._warn_of_no_padding()
         return self.programs[key]
-
-    def _warn_of_no_padding(self) -> None:
-        if self._has_warned:
-            return
-        self._has_warned = True
-        padding = self.program.padding
-        logger.warning(
-            "a graph is never padded, so only calls that fill a budget or repeat a size are replayed: real "
-            "rows may depend on pad rows at %s%s",
-            padding,
-            f" ({padding.source})" if padding.source else "",
-        )
 
     def _plan(self, program: CapturedProgram, bindings: Bindings, rows: int) -> PathPlan:
         """Plans a call of so many rows, after the smallest budget for it has been captured."""
         budgets = self._budgets(bindings)
-        tokens, segments = budgets.tokens_of(rows), self._num_segments(bindings)
+        entries = ((slot, bindings.slots[slot].shape[0]) for slot in self._segment_slots)
+        tokens = budgets.tokens_of(rows)
+        segments = max((-(-(n - 1) // budgets.segment_factor(slot)) for slot, n in entries), default=1)
         key = (id(program), tokens, segments)
         if key in self._plans:  # `get` would be a call in Python
             return self._plans[key]
@@ -289,7 +285,8 @@ class BudgetDispatcher:
         for budget in program.budgets:
             if budget < tokens or budget in program.ladder.dropped:
                 continue
-            if segments > self._segment_capacity(bindings, budget):
+            held = self._budgets(bindings).segments_held
+            if any(segments > held(slot, budget) for slot in self._segment_slots):
                 too_small = True
                 continue
             self._capture(program, bindings, [budget])
@@ -307,51 +304,23 @@ class BudgetDispatcher:
         self._plans.clear()
         self._captures.capture([(key, budget) for budget in new])
 
-    def _num_segments(self, bindings: Bindings) -> int:
-        if not self.program.padding.segments_may_grow:
-            return 1  # captures have just as many as the call, which selects its program by their number
-        budgets = self._budgets(bindings)
-        counts = [
-            -(-(bindings.slots[entry.slot].shape[0] - 1) // budgets.segment_factor(entry.slot))
-            for entry in self.program.region_inputs
-            if entry.is_segments
-        ]
-        return max(counts, default=1)
-
-    def _segment_capacity(self, bindings: Bindings, budget: int) -> float:
-        if not self.program.padding.segments_may_grow:
-            return float("inf")
-        budgets = self._budgets(bindings)
-        capacities = [
-            (budgets.segment_entries(entry.slot, budget) - 1) // budgets.segment_factor(entry.slot)
-            for entry in self.program.region_inputs
-            if entry.is_segments
-        ]
-        return min(capacities, default=float("inf"))
-
     # --- replay
 
     def _served(self, args: Sequence[Any], *, capture_all: bool) -> _ServedCall:
         """Serves a call; WeightsMovedError where captures read parameters that are elsewhere now."""
         bindings = self.program.begin([*args, *self._parameters.begin(args)])
-        if self._refusal is None:
-            return self._run(bindings, capture_all=capture_all)
-        self._parameters.check_addresses()
-        return run_exact(self.program, bindings), PathPlan(0, None, self._refusal), None
-
-    def _run(self, bindings: Bindings, *, capture_all: bool) -> _ServedCall:
-        """The call by a capture or at its exact shape."""
-        program: CallProgram
+        if self._refusal is not None:
+            self._parameters.check_addresses()
+            return run_exact(self.program, bindings), PathPlan(0, None, self._refusal), None
+        program = self._captured_program(bindings)
+        rows = self.program.tokens(bindings)
         if self._has_tokens:
-            rows = self.program.tokens(bindings)
             assert rows is not None
-            program = self._captured_program(bindings)
             if capture_all and program.mode != "exact" and not program.padding_refused:
                 self._capture(program, bindings, program.budgets)
             planned = self._plan(program, bindings, rows)
         else:
-            program = self._sized_program()
-            sizes = all_sizes_of(self.program, bindings)
+            sizes = sizes_of(self.program, bindings) + (() if rows is None else (rows,))
             planned = PathPlan(rows_of(sizes), None, MissReason.NEW_SHAPE, sizes=sizes)
         if planned.budget not in program.captured and planned.size not in program.unpadded:
             self._parameters.check_addresses()  # no replay does

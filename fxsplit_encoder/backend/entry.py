@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import warnings
@@ -47,55 +48,45 @@ def encoder_cg(
     Raises:
         ConfigError: an unknown option or a bad value.
     """
-    try:
-        return _compiled(module, example_inputs, options, mode)
-    finally:
-        end_blocks()
-
-
-def _compiled(
-    module: fx.GraphModule,
-    example_inputs: Sequence[Any],
-    options: Mapping[str, Any] | None,
-    mode: str | None,
-) -> Callable[..., Any]:
-    if mode is not None:
-        raise ConfigError(
-            f"mode: torch.compile's modes do not apply to encoder_cg; got {mode!r}; pass "
-            "options={'mode': ...} with one of EncoderConfig's modes"
-        )
-    config = EncoderConfig.from_options(options or {})
-    check_applies(config)
-    compile_options = CompileOptions.of(config)
-    policy = compile_options.policy
-    if torch.is_grad_enabled() and any(
-        isinstance(value, torch.Tensor) and value.requires_grad for value in example_inputs
-    ):
-        if not policy.own_forward_may_serve:
+    with contextlib.ExitStack() as at_end:
+        at_end.callback(end_blocks)
+        if mode is not None:
             raise ConfigError(
-                "invariant: a call with gradients enabled runs the module's own code, whose bits depend on "
-                "the batch; call under torch.no_grad() or torch.inference_mode()"
+                f"mode: torch.compile's modes do not apply to encoder_cg; got {mode!r}; pass "
+                "options={'mode': ...} with one of EncoderConfig's modes"
             )
-        warn_once(
-            "encoder_cg: called with gradients enabled, so it runs eagerly, without compiled pieces or CUDA "
-            "graphs; call under torch.no_grad() or torch.inference_mode()"
-        )
+        config = EncoderConfig.from_options(options or {})
+        check_applies(config)
+        compile_options = CompileOptions.of(config)
+        policy = compile_options.policy
+        if torch.is_grad_enabled() and any(
+            isinstance(value, torch.Tensor) and value.requires_grad for value in example_inputs
+        ):
+            if not policy.own_forward_may_serve:
+                raise ConfigError(
+                    "invariant: a call with gradients enabled runs the module's own code, whose bits depend "
+                    "on the batch; call under torch.no_grad() or torch.inference_mode()"
+                )
+            warn_once(
+                "encoder_cg: called with gradients enabled, so it runs eagerly, without compiled pieces or "
+                "CUDA graphs; call under torch.no_grad() or torch.inference_mode()"
+            )
+            return module.forward
+        if config.mode == "breakable":
+            compile_options = replace(compile_options, piece_compiler="eager")
+
+        def dispatcher(program: Program, weights: LiveWeights) -> Callable[[Sequence[Any]], list[Any]]:
+            first = BudgetDispatcher(program, config, weights)
+            # Weights of blocks are looked up in one tower.
+            return first if weights or not program.static_inputs else SharedGraph(first)
+
+        try:
+            return compile_graph(module, example_inputs, compile_options, dispatcher)
+        except (ConfigError, RestartAnalysis):
+            raise  # the second is how AOT asks Dynamo to trace again
+        except Exception as error:  # what Dynamo hands over must give eager's results, whatever fails here
+            warn_once(f"encoder_cg: a graph runs eagerly because {_why_eager(policy, error)}")
         return module.forward
-    if config.mode == "breakable":
-        compile_options = replace(compile_options, piece_compiler="eager")
-
-    def dispatcher(program: Program, weights: LiveWeights) -> Callable[[Sequence[Any]], list[Any]]:
-        first = BudgetDispatcher(program, config, weights)
-        # Weights of blocks are looked up in one tower.
-        return first if weights or not program.static_inputs else SharedGraph(first)
-
-    try:
-        return compile_graph(module, example_inputs, compile_options, dispatcher)
-    except (ConfigError, RestartAnalysis):
-        raise  # the second is how AOT asks Dynamo to trace again
-    except Exception as error:  # what Dynamo hands over must give eager's results, whatever fails here
-        warn_once(f"encoder_cg: a graph runs eagerly because {_why_eager(policy, error)}")
-    return module.forward
 
 
 def _why_eager(policy: InvariantPolicy, error: Exception) -> str:

@@ -39,13 +39,6 @@ def sizes_of(program: Program, bindings: Bindings) -> tuple[int, ...]:
     return tuple(bindings.symbols[symbol] for symbol in program.region_symbols)
 
 
-def all_sizes_of(program: Program, bindings: Bindings) -> tuple[int, ...]:
-    """Returns every size of a call that its region depends on."""
-    tokens = program.tokens(bindings)
-    sizes = sizes_of(program, bindings)
-    return sizes if tokens is None else (*sizes, tokens)
-
-
 @dataclass(frozen=True, slots=True)
 class ProgramBudgets:
     """The budgets that a configuration and the host ops of a program give."""
@@ -97,11 +90,10 @@ class ProgramBudgets:
         """Segments that the cumulative lengths in a slot have for each image or frame."""
         return self.segment_factors.get(slot, 1)
 
-    def segment_entries(self, slot: int, tokens: int) -> int:
-        """Entries of captured cumulative lengths. Only the number of images or frames is configured."""
-        factor = self.segment_factor(slot)
-        most = self.max_items if factor == 1 else 0
-        return factor * segment_capacity(tokens, most or tokens) + 1
+    def segments_held(self, slot: int, tokens: int) -> int:
+        """Images or frames of captured cumulative lengths. Only their number is configured."""
+        most = self.max_items if self.segment_factor(slot) == 1 else 0
+        return segment_capacity(tokens, most or tokens)
 
 
 class CallForward:
@@ -161,19 +153,15 @@ class ProgramForward(CallForward):
 
     def _check_memory(self, symbols: Mapping[str, int], tokens: int) -> None:
         device = self.region.program.device
-        needed, memory = self._input_bytes(symbols), memory_of(device)
+        needed, memory = 0, memory_of(device)
+        for entry in self.region.inputs.values():
+            if not entry.is_segments:
+                needed += math.prod(size(symbols) for size in entry.shape) * entry.dtype.itemsize
         if needed > memory:
             raise CaptureMemoryError(
                 f"token_budgets: {tokens} output tokens take {gibibytes(needed)} of static inputs, and "
                 f"{device} has {gibibytes(memory)}; list smaller budgets"
             )
-
-    def _input_bytes(self, symbols: Mapping[str, int]) -> int:
-        return sum(
-            math.prod(size(symbols) for size in entry.shape) * entry.dtype.itemsize
-            for entry in self.region.program.region_inputs
-            if not entry.is_segments
-        )
 
     def _example_input(
         self, name: str, entry: RegionInput, symbols: Mapping[str, int], tokens: int, rows: int
@@ -183,8 +171,9 @@ class ProgramForward(CallForward):
         if entry.is_segments and not program.padding.segments_may_grow:
             return full_cu_seqlens(entry.shape[0](symbols) - 1, rows, 1).to(device, dtype)
         if entry.is_segments:
-            capacity = self.budgets.segment_entries(entry.slot, tokens) - 1
-            segments = 1 if self.budgets.segment_factor(entry.slot) == 1 else capacity
+            factor = self.budgets.segment_factor(entry.slot)
+            capacity = factor * self.budgets.segments_held(entry.slot, tokens)
+            segments = 1 if factor == 1 else capacity
             return full_cu_seqlens(capacity, rows, segments).to(device, dtype)
         shape = [size(symbols) for size in entry.shape]
         # Zeros would make the times that `auto` compares too short.

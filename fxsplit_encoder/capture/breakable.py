@@ -15,7 +15,6 @@ import functools
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, NamedTuple, ParamSpec, Self, TypeVar
 
 import torch
@@ -91,9 +90,7 @@ def eager_break_during_capture(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function, updated=() if is_op else functools.WRAPPER_UPDATES)
     def breaking(*args: P.args, **kwargs: P.kwargs) -> R:
-        if torch.compiler.is_compiling():
-            return function(*args, **kwargs)
-        capture = active_capture()
+        capture = None if torch.compiler.is_compiling() else active_capture()
         if capture is None:
             return function(*args, **kwargs)
         result: R = capture.break_at(function, args, kwargs)
@@ -123,9 +120,7 @@ class SegmentedCapture:
         self._scope.__enter__()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         try:
             if error is None:
                 self._check_stream()
@@ -139,9 +134,14 @@ class SegmentedCapture:
     def captured(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Calls as part of the running graph, or of a new one; returns the result."""
         self._begin_graph()
-        result = call(*args, **kwargs)
-        self._note(call, args, kwargs, result)
-        return result
+        results = call(*args, **kwargs)
+        if (kind := unstrided(tensors_in(results))) is not None:
+            raise CaptureError(f"{self.running} cannot be captured: it makes a {kind} tensor")
+        if isinstance(self._graph, RecordedOps):
+            self._graph.record(call, args, kwargs, results)
+        else:
+            self.pool.note_allocated(results, (args, kwargs))
+        return results
 
     def eager(self, call: Callable[[], Any], first: Callable[[], Any] | None = None) -> Any:
         """Ends the graph, runs `first` or `call`, which replays run, and returns its result."""
@@ -217,30 +217,26 @@ class SegmentedCapture:
                 "the captured stream wait for the other, and leave it, before that"
             )
 
-    def _note(
-        self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], results: Any
-    ) -> None:
-        if isinstance(self._graph, RecordedOps):
-            self._graph.record(call, args, kwargs, results)
-        else:
-            self.pool.note_allocated(results, (args, kwargs))
-
     def _begin_graph(self) -> None:
-        if self._graph is None:
-            self._check_stream()
-            self._graph = torch.cuda.CUDAGraph() if self.pool.is_cuda else RecordedOps()
+        if self._graph is not None:
+            return
+        self._check_stream()
+        if self.pool.is_cuda:
+            self._graph = torch.cuda.CUDAGraph()
             self.pool.begin(self._graph)
+        else:
+            self._graph = RecordedOps()
 
     def _end_graph(self) -> None:
         graph, self._graph = self._graph, None
         if graph is None:
             return
-        try:
-            self.pool.end(graph)
-        except RuntimeError:
-            if isinstance(graph, torch.cuda.CUDAGraph):
+        if not isinstance(graph, RecordedOps):
+            try:
+                self.pool.end(graph)
+            except RuntimeError:
                 self.pool.recover_from_failed_capture(graph)
-            raise
+                raise
         self.segments.append(graph.replay)
         self.num_graphs += 1
 
@@ -286,10 +282,10 @@ class BreakableCUDAGraphCapture(SegmentedCapture):
         self._is_padded = live is not None
         self._targets = splitting_targets(splitting_ops)
         self._modes = contextlib.ExitStack()
-        self._in_break = False
-        self._failed = False
         self.met_break = False
         """Whether anything broke, or would with `breaks`."""
+        self.read: set[int] = set()
+        """Addresses of the memory that ops read, breaks included."""
 
     def __enter__(self) -> Self:
         if active_capture() is not None:
@@ -306,16 +302,15 @@ class BreakableCUDAGraphCapture(SegmentedCapture):
             self._begin_graph()
             modes.enter_context(_EveryOp(self))
             entered.pop_all()
-        self._modes, self._failed = modes, False
+        self._modes = modes
+        self.read.clear()
         _this_thread.capture = self
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         _this_thread.capture = None
         self._modes.close()
-        if error is None and self._failed:
+        if error is None and self._graph is None:  # nothing was recorded since
             error = CaptureError("a break failed inside this capture, so nothing of it is kept")
             super().__exit__(type(error), error, None)
             raise error
@@ -324,28 +319,24 @@ class BreakableCUDAGraphCapture(SegmentedCapture):
     def break_at(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Calls a function as a break, or as it is inside another one."""
         self.met_break = True
-        if not self._is_recording or not self.breaks:
+        if self._graph is None or not self.breaks:
             return function(*args, **kwargs)
         return super().break_at(function, args, kwargs)
 
     def eager(self, call: Callable[[], Any], first: Callable[[], Any] | None = None) -> Any:
         """As `SegmentedCapture.eager`, and begins the next graph."""
-        self._in_break = self._failed = True
-        try:
+        with contextlib.ExitStack() as at_failure:
+            at_failure.callback(self._abandon)
             result = super().eager(call, first)
             self._begin_graph()
-            self._failed = False
-        finally:
-            self._in_break = False
-            if self._failed:
-                self._abandon()
+            at_failure.pop_all()
         return result
 
     def run_op(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Records or runs an op that was called in the context."""
         given = tensors_in((args, kwargs))
         self.read.update(storage_address(tensor) for tensor in given if unstrided([tensor]) is None)
-        if not self._is_recording:
+        if self._graph is None:  # inside a break
             return op(*args, **kwargs)
         self.running = op.name()
         if (kind := unstrided(given)) is not None:
@@ -359,17 +350,7 @@ class BreakableCUDAGraphCapture(SegmentedCapture):
             if self.breaks:
                 return self.break_at(op, args, kwargs)
         refuse_synchronization(op, args, kwargs, self.pool.device)
-        return self._record(op, args, kwargs)
-
-    def release(self) -> None:
-        """Drops graphs, eager steps and their buffers; the object records again."""
-        super().release()
-        self.read: set[int] = set()
-        """Addresses of the memory that ops read, breaks included."""
-
-    @property
-    def _is_recording(self) -> bool:
-        return self._graph is not None and not self._in_break
+        return self.captured(op, *args, **kwargs)
 
     def _run_attention(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         names = [argument.name for argument in schema_of(varlen_attention).arguments]
@@ -377,14 +358,7 @@ class BreakableCUDAGraphCapture(SegmentedCapture):
         if self.breaks:
             return self.break_at_attention(args, masked=self._is_padded)
         self.live.note(args[0], args[3], args[4])
-        return self._record(masked_attention if self._is_padded else varlen_attention, args, {})
-
-    def _record(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        results = call(*args, **kwargs)
-        if (kind := unstrided(tensors_in(results))) is not None:
-            raise CaptureError(f"{self.running} cannot be captured: it makes a {kind} tensor")
-        self._note(call, args, kwargs, results)
-        return results
+        return self.captured(masked_attention if self._is_padded else varlen_attention, *args)
 
 
 class _EveryOp(TorchDispatchMode):
@@ -512,8 +486,8 @@ CONSTANTS = (type(None), bool, int, float, complex, str, torch.dtype, torch.devi
 
 
 class _Kept(NamedTuple):
-    aspect: Callable[[Any], Any]
-    expected: Any  # the aspect of every later result
+    expected: Any  # what `_seen` gives of every later result
+    is_argument: bool = False  # whether it stays where it is
     buffer: Tensor | None = None  # where it is copied to
 
 
@@ -564,7 +538,7 @@ class RecordedBreak:
                 f"{self.name}: returned {structure}; the capture was recorded with {self._structure}"
             )
         for kept, leaf in zip(self._kept, leaves, strict=True):
-            got, expected = kept.aspect(leaf), kept.expected
+            got, expected = _seen(leaf, kept.is_argument), kept.expected
             # A NaN differs from itself, and is what it was.
             if got != expected and not (got != got and expected != expected):
                 raise ReplayError(
@@ -579,12 +553,12 @@ class RecordedBreak:
                 raise CaptureError(f"{self.name}: returned a {kind} tensor; a break may return strided ones")
             address = storage_address(result)
             if address and address in self._arguments:
-                return result, _Kept(_place, _place(result))
+                return result, _Kept(_seen(result, True), is_argument=True)
             buffer, handed_out = self._buffers.acquire(result)
             buffer.copy_(result)
-            return handed_out, _Kept(_kind, _kind(buffer), buffer)
+            return handed_out, _Kept(_seen(buffer, False), buffer=buffer)
         if isinstance(result, CONSTANTS):
-            return result, _Kept(lambda value: value, result)
+            return result, _Kept(result)
         raise CaptureError(
             f"{self.name}: returned a {type(result).__name__}; a break may return tensors, None, numbers and "
             "strings, in tuples, lists and dicts"
@@ -598,13 +572,11 @@ def name_of(function: Any) -> str:
     return getattr(function, "__qualname__", None) or type(function).__name__
 
 
-def _place(result: Any) -> tuple[object, ...]:
+def _seen(result: Any, is_argument: bool) -> Any:
+    """A constant itself, or what stays the same of a tensor, with its place if that does."""
     if not isinstance(result, torch.Tensor):
-        return (type(result).__name__,)
-    return (hex(result.data_ptr()), *_kind(result), result.stride())
-
-
-def _kind(result: Any) -> tuple[object, ...]:
-    if not isinstance(result, torch.Tensor) or unstrided([result]) is not None:
-        return (type(result).__name__,)
-    return tuple(result.shape), result.dtype, result.device
+        return result
+    if (kind := unstrided([result])) is not None:
+        return kind
+    seen = tuple(result.shape), result.dtype, result.device
+    return (hex(result.data_ptr()), *seen, result.stride()) if is_argument else seen

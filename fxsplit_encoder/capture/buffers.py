@@ -11,7 +11,6 @@ import functools
 import os
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -83,12 +82,6 @@ def copy_results(kept: Any, new: Any) -> None:
             copy_results(old, value)
 
 
-@dataclass(slots=True, eq=False)
-class _Lent:
-    buffer: Tensor
-    alias: StorageWeakRef  # of what was handed out; a view of it keeps it alive too
-
-
 class OwnedBuffers:
     """Memory for the results of eager steps: zero at first, so rows that are never written stay finite (rule
     1).
@@ -98,7 +91,8 @@ class OwnedBuffers:
     """
 
     def __init__(self) -> None:
-        self._lent: dict[tuple[object, ...], list[_Lent]] = {}
+        # With the memory of what was handed out, which a view of it keeps alive too.
+        self._lent: dict[tuple[object, ...], list[tuple[Tensor, StorageWeakRef]]] = {}
         self._written: dict[int, int] = {}
 
     def clear_behind(self, buffer: Tensor, rows: int) -> None:
@@ -115,16 +109,15 @@ class OwnedBuffers:
         strides = like.stride() if layout == torch.preserve_format else layout
         key = (like.shape, strides, like.dtype, like.device)
         lent = self._lent.setdefault(key, [])
-        entry = next((entry for entry in lent if is_dropped(entry.alias)), None)
-        if entry is None:
+        unused = next((place for place, (_, alias) in enumerate(lent) if is_dropped(alias)), None)
+        if unused is None:
             buffer = torch.zeros_like(like, memory_format=layout, requires_grad=False)
         else:
-            buffer = entry.buffer
-            lent.remove(entry)
+            buffer, _ = lent.pop(unused)
         # A storage of its own, which holds the buffer's. Not every dtype of one byte can be exchanged.
         raw = buffer.view(torch.uint8) if buffer.dtype.itemsize == 1 else buffer
         alias = dlpack.from_dlpack(dlpack.to_dlpack(raw)).view(buffer.dtype)  # type: ignore[attr-defined]
-        lent.append(_Lent(buffer, weakly(alias)))
+        lent.append((buffer, weakly(alias)))
         return buffer, alias
 
 
@@ -240,11 +233,6 @@ class StaticBuffer:
         """The end of the rows that may not be zero."""
         ends = (min(end, self.capacity) for first, end in self._contents.dirty if first < self.capacity)
         return max(ends, default=0)
-
-    @property
-    def num_bytes(self) -> int:
-        """Memory of the tensor."""
-        return self.tensor.numel() * self.tensor.element_size()
 
     def first_rows(self, like: Tensor) -> StaticBuffer | None:
         """A buffer over the first rows of this one, with the contents of `like`; None: it does not fit."""
@@ -418,7 +406,7 @@ class SharedBuffers:
         shared = largest.first_rows(buffer.tensor) if largest is not None else None
         if shared is not None:
             return shared
-        if largest is None or largest.num_bytes < buffer.num_bytes:
+        if largest is None or largest.tensor.nbytes < buffer.tensor.nbytes:
             self._largest[buffer.name] = grown = self._grown(buffer, largest)
             self._memory[weakly(grown.tensor)] = grown.tensor.untyped_storage().nbytes()
             if grown is not buffer:

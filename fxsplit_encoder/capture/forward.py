@@ -168,7 +168,7 @@ class CapturedForward:
         """Whether batches may leave only segments to padding."""
         self._weights: object = None
         """Holds the memory of parameters, which a replay reads before their addresses are checked."""
-        self._boundaries: dict[str, tuple[Tensor, list[int]]] = {}
+        self._boundaries: dict[str, tuple[Tensor, tuple[int, ...]]] = {}
         """The cumulative lengths loaded last, of inputs that the host knows: as given, and as numbers."""
         self._real: tuple[int, int] | None = None
         """Rows of the loaded batch, and captured rows; None: not known."""
@@ -222,10 +222,19 @@ class CapturedForward:
         try:
             yield
         except Exception as error:
-            failure = capture_failure(error, what, self.capture.running)
-            if failure is error:
+            place = _place(error.__traceback__, self.capture.running)
+            if isinstance(error, OutOfMemoryError):
+                # A stored error would keep alive what the frames hold.
+                traceback.clear_frames(error.__traceback__)
+                for frame, _ in traceback.walk_tb(error.__traceback__):
+                    # Before Python 3.13 a frame keeps the dictionary that was asked of it; asking again
+                    # empties it.
+                    _ = frame.f_locals
+                raise CaptureMemoryError(f"out of memory while capturing {what}{place}: {error}") from error
+            if isinstance(error, FxSplitError) and not isinstance(error, CaptureError):
                 raise
-            raise failure from error
+            reason = str(error) if isinstance(error, CaptureError) else f"{type(error).__name__}: {error}"
+            raise CaptureError(f"capturing {what} failed{place}: {reason}") from error
 
     def _record_steps(self) -> Sequence[Any]:
         body = self._body
@@ -306,18 +315,24 @@ class CapturedForward:
 
     def _prepared(
         self, values: Mapping[str, StaticValue | None]
-    ) -> tuple[dict[str, StaticValue | None], set[str], dict[str, tuple[Tensor, list[int]]]]:
+    ) -> tuple[dict[str, StaticValue | None], set[str], dict[str, tuple[Tensor, tuple[int, ...]]]]:
         """The values with lengths padded, the names of those already in place, and the lengths known here."""
         padded: dict[str, StaticValue | None] = dict(values)
         held: set[str] = set()
-        boundaries: dict[str, tuple[Tensor, list[int]]] = {}
+        boundaries: dict[str, tuple[Tensor, tuple[int, ...]]] = {}
         for name, buffer in self.inputs.buffers.items():
             value, known = values.get(name), None
-            if name in self.segment_inputs:
-                # Another capture over the same buffer may have loaded lengths that are not known here.
+            if name in self.segment_inputs and isinstance(value, torch.Tensor):
                 known = self._boundaries.get(name)
-                if isinstance(value, torch.Tensor) and (known is None or known[0] is not value):
-                    padded[name] = self._padded(name, value, boundaries)
+                # Another capture over the same buffer may have loaded lengths that are not known here.
+                if not (self.compiled and known is not None and known[0] is value and buffer.holds(value)):
+                    entries = buffer.tensor.shape[0]
+                    if value.device.type != "cpu":
+                        padded[name] = pad_cu_seqlens_on_device(value, entries)
+                        continue
+                    lengths = tuple(value.tolist())
+                    boundaries[name] = value, lengths
+                    padded[name] = pad_cu_seqlens(lengths, entries, self._captured_rows(name))
                     continue
             # What is captured as it is called may write to its inputs; a program does not.
             if self.compiled and buffer.holds(value):
@@ -325,16 +340,7 @@ class CapturedForward:
                 padded[name] = None
                 if known is not None:
                     boundaries[name] = known
-            elif known is not None and isinstance(value, torch.Tensor):
-                padded[name] = self._padded(name, value, boundaries)
         return padded, held, boundaries
-
-    def _padded(self, name: str, given: Tensor, boundaries: dict[str, tuple[Tensor, list[int]]]) -> Tensor:
-        entries = self.inputs.buffers[name].tensor.shape[0]
-        if given.device.type != "cpu":
-            return pad_cu_seqlens_on_device(given, entries)
-        boundaries[name] = given, given.tolist()
-        return pad_cu_seqlens(given, entries, self._captured_rows(name))
 
     def _set_live(self, rows: int | None) -> None:
         if len(self._boundaries) < len(self.segment_inputs):
@@ -405,22 +411,6 @@ class CapturedForward:
         self.outputs = []
         self.output_addresses = []
         self._weights = self._compared = None
-
-
-def capture_failure(error: Exception, what: str, running: str | None) -> FxSplitError:
-    """Returns the error of this library for one that a forward raised while `what` was captured."""
-    place = _place(error.__traceback__, running)
-    if isinstance(error, OutOfMemoryError):
-        # A stored error would keep alive what the frames hold.
-        traceback.clear_frames(error.__traceback__)
-        for frame, _ in traceback.walk_tb(error.__traceback__):
-            # Before Python 3.13 a frame keeps the dictionary that was asked of it; asking again empties it.
-            _ = frame.f_locals
-        return CaptureMemoryError(f"out of memory while capturing {what}{place}: {error}")
-    if isinstance(error, FxSplitError) and not isinstance(error, CaptureError):
-        return error
-    reason = str(error) if isinstance(error, CaptureError) else f"{type(error).__name__}: {error}"
-    return CaptureError(f"capturing {what} failed{place}: {reason}")
 
 
 def _place(frames: TracebackType | None, running: str | None) -> str:

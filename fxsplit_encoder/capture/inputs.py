@@ -60,8 +60,6 @@ class StaticInputs:
 
     def check_complete(self, values: Mapping[str, StaticValue | None]) -> None:
         """Raises ReplayError if a buffer that is no constant got no value at all (capture rule 4)."""
-        if self.buffers.keys() <= values.keys():
-            return
         for name, buffer in self.buffers.items():
             if name not in values and not buffer.is_constant:
                 raise ReplayError(
@@ -171,17 +169,13 @@ def full_cu_seqlens(capacity: int, rows: int, segments: int = 1) -> Tensor:
     return result
 
 
-def pad_cu_seqlens(cu_seqlens: Tensor, length: int, rows: int) -> Tensor:
-    """Extends cumulative lengths on the CPU, (segments + 1,) int32 rising from 0, to `length` entries, by
-    empty segments (capture rule 2). The result is cached for equal lengths: never write to it. InputError:
-    they fall, or do not start at 0. ReplayError: more segments, or more than `rows` rows.
-    """
-    return _extended(tuple(cu_seqlens.tolist()), length, rows)
-
-
 # A service sees few sizes of images. A batch of a thousand frames takes 8 KiB.
 @lru_cache(maxsize=256)
-def _extended(given: tuple[int, ...], length: int, rows: int) -> Tensor:
+def pad_cu_seqlens(given: tuple[int, ...], length: int, rows: int) -> Tensor:
+    """Extends cumulative lengths, which rise from 0, to (length,) int32 on the CPU by empty segments (capture
+    rule 2). The result is cached: never write to it. InputError: they fall, or do not start at 0.
+    ReplayError: more segments, or more than `rows` rows.
+    """
     if not given or given[0] != 0 or any(end < start for start, end in itertools.pairwise(given)):
         raise InputError(f"cu_seqlens: expected entries that rise from 0; got {list(given[:8])}...")
     real = given[-1]
@@ -199,7 +193,7 @@ def _extended(given: tuple[int, ...], length: int, rows: int) -> Tensor:
 
 
 def pad_cu_seqlens_on_device(cu_seqlens: Tensor, length: int) -> Tensor:
-    """As `pad_cu_seqlens`, without a host read: values go unchecked."""
+    """As `pad_cu_seqlens` for (segments + 1,) int32, without a host read: values go unchecked."""
     spare = length - cu_seqlens.shape[0]
     if spare < 0:
         raise ReplayError(f"cu_seqlens: {cu_seqlens.shape[0]} entries do not fit a capture of {length}")
@@ -208,12 +202,7 @@ def pad_cu_seqlens_on_device(cu_seqlens: Tensor, length: int) -> Tensor:
 
 def fill_cu_seqlens(buffer: Tensor, value: Tensor) -> None:
     """Copies cumulative lengths into a buffer of as many or more, extended by empty segments."""
-    entries = value.shape[0]
-    if entries == buffer.shape[0]:
-        buffer.copy_(value)
-        return
-    buffer[:entries].copy_(value)
-    buffer[entries:].copy_(value[-1:].expand(buffer.shape[0] - entries))
+    buffer.copy_(pad_cu_seqlens_on_device(value, buffer.shape[0]))
 
 
 def is_cumulative(tensor: Tensor) -> bool:

@@ -153,18 +153,15 @@ class BudgetLadder:
         """Captures a budget once, with pauses; None if it is dropped (capture rule 9)."""
         if budget in self.captured or budget in self.dropped or budget in self.no_graph_needed:
             return self.captured.get(budget)
-        timed = self.measured and self.pool.is_cuda
-        known = self._known.get(budget) if timed else None
+        known = self._known.get(budget) if self._is_timed else None
         start = self._own_seconds()
         try:
             with self._comparing():
                 if known is not None and known.mode is None:
                     self.costs[budget] = replace(known.costs)
                     self.no_graph_needed.add(budget)
-                elif not timed:
-                    request = self._agreed_request(budget)
-                    recorded = self._record(budget, request, self._preferred(request), first=True)
-                    (self.captured[budget],) = recorded.values()
+                elif not self._is_timed:
+                    (self.captured[budget],) = self._record(budget, self._agreed_request(budget)).values()
                 else:
                     self._capture_measured(budget, self._agreed_request(budget), known)
         except (CaptureError, torch.OutOfMemoryError) as error:  # the second: for the static inputs
@@ -177,13 +174,17 @@ class BudgetLadder:
                 self._capture_ms.append((self._own_seconds() - start) * 1e3)
         return self.captured.get(budget)
 
+    @property
+    def _is_timed(self) -> bool:
+        return self.measured and self.pool.is_cuda
+
     def _own_seconds(self) -> float:
         """A clock without comparisons of kernels and pauses for requests."""
         return time.perf_counter() - self._compared.seconds - scheduler().seconds_paused
 
     def run(self, budget: int) -> None:
         """Runs what `capture` would run for a budget without measurements, so that its kernels are known."""
-        if not (self.measured and self.pool.is_cuda) or budget in self._known:
+        if not self._is_timed or budget in self._known:
             return
         try:
             self.request(budget).run()
@@ -197,12 +198,11 @@ class BudgetLadder:
 
     def known(self) -> dict[int, KnownBudget]:
         """Returns the measured budgets, for another ladder to `expect`."""
-        found = {}
-        for budget, costs in self.costs.items():
-            if budget in self.captured or budget in self.no_graph_needed:
-                mode = self.captured[budget].mode if budget in self.captured else None
-                found[budget] = KnownBudget(costs, mode)
-        return found
+        return {
+            budget: KnownBudget(costs, self.captured[budget].mode if budget in self.captured else None)
+            for budget, costs in self.costs.items()
+            if budget in self.captured or budget in self.no_graph_needed
+        }
 
     def best(self, budget: int, num_segments: int | None) -> CapturedForward:
         """Returns the capture of a captured budget for a batch of so many segments (None: unknown)."""
@@ -295,7 +295,7 @@ class BudgetLadder:
             self.no_graph_needed.add(budget)
             self.costs[budget] = costs
             return costs
-        candidates = self._candidates(budget, request)
+        candidates = self._record(budget, request)
         for mode, captured in candidates.items():
             pause()
             costs.modes[mode] = captured.measure()
@@ -316,25 +316,20 @@ class BudgetLadder:
 
     def _exact_run(self, budget: int, request: CaptureRequest) -> MeasuredRun:
         """The time of a run at the exact shape: measured, or that of a larger one that the host bounds."""
-        if isinstance(request.body, ProgramBody):
-            return self._measure_exact(request)
-        self._is_warm = True
-        if self._bound_by_host is not None and budget < self._bound_by_host[0]:
-            return self._bound_by_host[1]
-        run = self._measure_exact(request)
-        if run.host > _BOUND_BY_HOST * run.wall and math.isfinite(run.wall):
-            self._bound_by_host = budget, run
-        return run
-
-    def _measure_exact(self, request: CaptureRequest) -> MeasuredRun:
-        own_mode = self.in_inference_mode and not isinstance(request.body, ProgramBody)
-        mode = torch.inference_mode if own_mode else contextlib.nullcontext
-
+        is_own_code = not isinstance(request.body, ProgramBody)
+        if is_own_code:
+            self._is_warm = True
+            if self._bound_by_host is not None and budget < self._bound_by_host[0]:
+                return self._bound_by_host[1]
+        mode = torch.inference_mode if self.in_inference_mode and is_own_code else contextlib.nullcontext
         try:
             with mode():  # in which its inputs are made, too
-                return measure_run(request.exact_body(), self.pool.device)
+                run = measure_run(request.exact_body(), self.pool.device)
         except torch.OutOfMemoryError:
             return MeasuredRun(math.inf, math.inf)
+        if is_own_code and run.host > _BOUND_BY_HOST * run.wall:
+            self._bound_by_host = budget, run
+        return run
 
     def _capture_single_segment(self, budget: int, request: CaptureRequest, costs: MeasuredCosts) -> None:
         if self.captured[budget].mode != "full" and self.mode != "auto":
@@ -361,25 +356,21 @@ class BudgetLadder:
             )
             return None
 
-    def _candidates(self, budget: int, request: CaptureRequest) -> dict[str, CapturedForward]:
-        """Captures in every mode that may be the cheapest, or in the one that is set."""
-        if self.mode == "auto":
-            return self._record(budget, request, request.modes)
-        return self._record(budget, request, self._preferred(request), first=True)
-
     def _preferred(self, request: CaptureRequest) -> list[str]:
         """Returns the modes of a request, the wanted one first."""
-        possible = request.modes
+        modes = request.modes
         # Without a program the mode that breaks at attention is `breakable`.
-        wanted = self.mode if self.mode in possible else possible[0 if self.mode == "auto" else -1]
-        return [wanted, *(mode for mode in possible if mode != wanted)]
+        wanted = self.mode if self.mode in modes else modes[0 if self.mode == "auto" else -1]
+        return sorted(modes, key=wanted.__ne__)
 
     def _record(
-        self, budget: int, request: CaptureRequest, modes: Sequence[str], *, first: bool = False
+        self, budget: int, request: CaptureRequest, modes: Sequence[str] | None = None
     ) -> dict[str, CapturedForward]:
-        """Captures in each of some modes, or only in the `first` that every rank can; CaptureError if none
-        does.
+        """Captures in each of some modes; without them in those that may be the cheapest by time, or only in
+        the first that every rank can, which is the one that is set if possible. CaptureError if none does.
         """
+        first = modes is None and not (self.mode == "auto" and self._is_timed)
+        modes = modes or self._preferred(request)
         recorded: dict[str, CapturedForward] = {}
         failures: list[CaptureError] = []
         for mode in modes:

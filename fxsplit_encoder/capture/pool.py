@@ -155,13 +155,13 @@ class GraphPool:
         """Makes the pool's stream the current one; nothing without CUDA."""
         return contextlib.nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
 
-    def begin(self, graph: torch.cuda.CUDAGraph | RecordedOps) -> None:
+    def begin(self, graph: torch.cuda.CUDAGraph) -> None:
         """Begins the capture of a graph on the current stream."""
         self._uses = 0 if self._memory is None else self._memory.use_count()
         # Other threads may use CUDA meanwhile; only this thread's unsafe calls are errors.
         graph.capture_begin(pool=self.handle, capture_error_mode="thread_local")
 
-    def end(self, graph: torch.cuda.CUDAGraph | RecordedOps) -> None:
+    def end(self, graph: torch.cuda.CUDAGraph) -> None:
         """Ends it. The graph may be empty, as between two breaks in a row."""
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
@@ -230,12 +230,6 @@ class RecordedOps:
 
     def __init__(self) -> None:
         self._calls: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], Any]] = []
-
-    def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> None:
-        """Does nothing."""
-
-    def capture_end(self) -> None:
-        """Does nothing."""
 
     def record(
         self, call: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], results: Any

@@ -6,14 +6,14 @@ import itertools
 import logging
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from fxsplit_encoder._torch.dispatch import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+from fxsplit_encoder._torch.dispatch import TreeSpec, tree_flatten, tree_unflatten
 from fxsplit_encoder._torch.modes import foreign_around
 from fxsplit_encoder._torch.structure import Structure
 from fxsplit_encoder._torch.tensors import version_of
@@ -35,21 +35,11 @@ _MOST_HOST_VALUES = 4096
 _MOST_FAILURES = 256
 
 
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """The arguments of one call."""
-
-    leaves: list[Any]
-    structure: TreeSpec
-    descriptor: Hashable
-    """Equal for calls that one capture serves: of a tensor on the device shape, strides and dtype, of one on
-    the host its values too, and everything else itself."""
-
-
-def describe(args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device) -> Batch:
-    """Returns the batch of a call to a module on `device`; InputError if no capture can be found by it."""
-    leaves, structure = tree_flatten((tuple(args), dict(kwargs)))
-    return Batch(leaves, structure, (structure, *(_describe(leaf, device) for leaf in leaves)))
+def describe(leaves: Sequence[Any], structure: TreeSpec, device: torch.device) -> Hashable:
+    """Returns what is equal for calls that one capture serves: of a tensor on the device shape, strides and
+    dtype, of one on the host its values too, and everything else itself. InputError: there is nothing.
+    """
+    return (structure, *(_describe(leaf, device) for leaf in leaves))
 
 
 def _describe(leaf: Any, device: torch.device) -> Hashable:
@@ -80,12 +70,11 @@ def _describe(leaf: Any, device: torch.device) -> Hashable:
 @dataclass(slots=True)
 class _Entry:
     forward: CapturedForward
-    names: list[str]  # of the static inputs, in the order of the tensors among the arguments
     structure: TreeSpec  # of what the module returned
 
     def replay(self, leaves: Sequence[Any], *, debug: bool) -> Any:
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        self.forward.inputs.load(dict(zip(self.names, tensors, strict=True)))
+        self.forward.inputs.load(dict(zip(self.forward.inputs.buffers, tensors, strict=True)))
         outputs = self.forward.replay(debug=debug)
         owned = [output.clone() if isinstance(output, torch.Tensor) else output for output in outputs]
         if debug:
@@ -156,10 +145,10 @@ class BreakableCUDAGraphWrapper(nn.Module):
         with self._lock:
             found = self._find(args, kwargs)
             if not isinstance(found, str):
-                entry, batch = found
+                entry, leaves = found
                 with entry.forward.pool.replaying(), torch.no_grad():
                     self.hits += 1
-                    return entry.replay(batch.leaves, debug=self.debug)
+                    return entry.replay(leaves, debug=self.debug)
             self.misses[found] += 1
         return self.module(*args, **kwargs)
 
@@ -175,18 +164,18 @@ class BreakableCUDAGraphWrapper(nn.Module):
             while self._entries:
                 self._evict()
 
-    def _find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[_Entry, Batch] | str:
+    def _find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[_Entry, list[Any]] | str:
         found = "training" if self.module.training else foreign_around()
         if found is not None:
             return found
-        device = self._device_of(args, kwargs)
+        leaves, structure = tree_flatten((args, kwargs))
+        device = next((each.device for each in self._tensors(leaves)), torch.device("cpu"))
         try:
-            batch = describe(args, kwargs, device)
+            key = describe(leaves, structure, device)
         except InputError as error:
             return str(error)
-        if torch.is_grad_enabled() and self._asks_for_gradients(batch):
+        if torch.is_grad_enabled() and any(each.requires_grad for each in self._tensors(leaves)):
             return "gradients"
-        key = batch.descriptor
         have_moved = self._baked.have_moved()
         if have_moved or not self._structure.is_unchanged():
             if self._entries:
@@ -200,39 +189,41 @@ class BreakableCUDAGraphWrapper(nn.Module):
             return self._failures[key]
         if key not in self._entries:
             try:
-                self._capture(batch, self._pool_on(device))
+                self._entries[key] = self._captured(leaves, structure, self._pool_on(device))
             except CaptureError as error:
                 logger.warning("%s runs eagerly: %s", type(self.module).__name__, error)
                 self._failures[key] = str(error)
                 return self._failures[key]
         self._entries.move_to_end(key)
-        return self._entries[key], batch
+        return self._entries[key], leaves
 
-    def _capture(self, batch: Batch, pool: GraphPool) -> None:
+    def _tensors(self, leaves: Sequence[Any]) -> Iterator[torch.Tensor]:
+        every = itertools.chain(self.module.parameters(), self.module.buffers(), leaves)
+        return (each for each in every if isinstance(each, torch.Tensor))
+
+    def _captured(self, leaves: Sequence[Any], structure: TreeSpec, pool: GraphPool) -> _Entry:
         while len(self._entries) >= self.max_captures:
             self._evict()
         with torch.inference_mode(False), torch.no_grad():
-            leaves = [
-                leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in batch.leaves
-            ]
+            own = [leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         buffers = [
             StaticBuffer(f"argument {number}", leaf, None)
-            for number, leaf in enumerate(leaves)
+            for number, leaf in enumerate(own)
             if isinstance(leaf, torch.Tensor)
         ]
         versions = [version_of(buffer.tensor) for buffer in buffers]
         module, structures = self.module, list[TreeSpec]()
 
         def run() -> list[Any]:
-            args, kwargs = tree_unflatten(leaves, batch.structure)
-            outputs, structure = tree_flatten(module(*args, **kwargs))
+            args, kwargs = tree_unflatten(own, structure)
+            outputs, returned = tree_flatten(module(*args, **kwargs))
             for output in outputs:
                 if not isinstance(output, (torch.Tensor, *CONSTANTS)):
                     raise CaptureError(
                         f"the module returned a {type(output).__name__}; it may return tensors, None, "
                         "numbers and strings, in tuples, lists and dicts"
                     )
-            structures.append(structure)
+            structures.append(returned)
             return outputs
 
         no_parameters = StaticParameters(())  # every call has compared them
@@ -245,7 +236,7 @@ class BreakableCUDAGraphWrapper(nn.Module):
             forward.release()
             raise CaptureError("the module writes to an argument, which a replay would do to a copy of it")
         self.captures += 1
-        self._entries[batch.descriptor] = _Entry(forward, [buffer.name for buffer in buffers], structures[-1])
+        return _Entry(forward, structures[-1])
 
     def _evict(self) -> None:
         """Drops the capture used longest ago; with the last one the memory goes back."""
@@ -261,11 +252,3 @@ class BreakableCUDAGraphWrapper(nn.Module):
         if self._pool is None or (self._pool.device != device and not self._shares_pool):
             self._pool = GraphPool(device)
         return self._pool
-
-    def _device_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
-        owned = itertools.chain(self.module.parameters(), self.module.buffers(), tree_leaves((args, kwargs)))
-        return next((each.device for each in owned if isinstance(each, torch.Tensor)), torch.device("cpu"))
-
-    def _asks_for_gradients(self, batch: Batch) -> bool:
-        tensors = itertools.chain(self.module.parameters(), batch.leaves)
-        return any(isinstance(each, torch.Tensor) and each.requires_grad for each in tensors)

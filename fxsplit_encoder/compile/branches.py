@@ -70,7 +70,7 @@ class StepBranches:
             self._branch = Branch(self._device, "steps")
         self._branch.fork()
         self._open = True
-        with self._branch:
+        with self._branch.entered():
             return step.call(*args, **kwargs)
 
     def _behind(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

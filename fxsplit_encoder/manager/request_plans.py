@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from fxsplit_encoder.manager.tower import RequestItems, TowerSpec
 from fxsplit_encoder.planning.costs import HOST_MS_PER_BATCH, CostCurve, CostModel, PathCosts
 from fxsplit_encoder.planning.limits import Limits
 from fxsplit_encoder.planning.plan import Item, MissReason, Plan
-from fxsplit_encoder.planning.planner import Captured, build_fallback_plan, build_plan
+from fxsplit_encoder.planning.planner import Captured, build_plan
 
 logger = logging.getLogger(__name__)
 
@@ -96,8 +97,8 @@ class RequestPlans:
     def of(self, items: RequestItems, *, is_use: bool = True) -> Plan:
         """Returns the plan of a request, which counts as one more use if `is_use`."""
         if self.is_idle:
-            paths, skippable = self._limits.path_budgets, self._limits.skippable_paths
-            return build_fallback_plan(list(map(Item, items.specs)), paths, MissReason.DISABLED, skippable)
+            refused = [Item(spec, refusal=MissReason.DISABLED) for spec in items.specs]
+            return build_plan(refused, replace(self._limits, max_items_per_batch=max(1, len(refused))))
         kept = self._kept.get(items.key)
         if kept is None:
             if len(self._kept) >= _KEPT_PLANS:

@@ -206,10 +206,6 @@ class PathTable:
         exact, eager = self.path_costs.exact_curve.at(tokens), self.path_costs.eager_curve.at(tokens)
         return (eager, True) if eager < exact else (exact, False)
 
-    def eager(self, tokens: int) -> float:
-        """Returns the cost of a batch in the eager forward."""
-        return self.path_costs.eager_curve.at(tokens)
-
     def _first_that_holds(self, segments: int) -> int:
         """Position of the first budget that, with all larger ones, holds `segments` segments."""
         too_small = (i for i, held in enumerate(self.max_segments) if held is not None and held < segments)

@@ -163,11 +163,11 @@ BATCH_DEPENDENT = InvariantPolicy(False)
 _SHOWN_ITEMS = 8
 
 
-# A tuple is made in less than half of the time of a frozen dataclass, and a request may have many batches.
 CaptureSize: TypeAlias = Any
 """Of a capture without padding: a token count, or a tuple of the sizes of a call that has none."""
 
 
+# A tuple is made in less than half of the time of a frozen dataclass, and a request may have many batches.
 class PathPlan(NamedTuple):
     """Budget or fallback of one path of a batch."""
 

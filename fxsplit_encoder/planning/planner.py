@@ -65,21 +65,6 @@ def build_plan(
     return Plan(tuple(batches), len(items))
 
 
-def build_fallback_plan(
-    items: Sequence[Item],
-    paths: Iterable[str],
-    reason: MissReason,
-    skippable_paths: Collection[str] | None = None,
-) -> Plan:
-    """Returns one batch of all items that replays nothing, each counted under `reason`."""
-    if not items:
-        return Plan((), 0)
-    names = tuple(paths)
-    skippable = frozenset(names if skippable_paths is None else skippable_paths)
-    limits = Limits(dict.fromkeys(names, ()), len(items), 0, skippable)
-    return Plan(tuple(_fall_back(items, range(len(items)), limits, reason)), len(items))
-
-
 def _groups(
     items: Sequence[Item],
 ) -> Iterable[tuple[tuple[Hashable, ...], MissReason | None, Sequence[int]]]:
@@ -138,7 +123,8 @@ class _Path:
         table = self.table
         if tokens == 0 and table.skippable:
             return _SKIPPED
-        milliseconds = table.eager(tokens) + table.path_costs.attention * pairs if tokens else None
+        costs = table.path_costs
+        milliseconds = costs.eager_curve.at(tokens) + costs.attention * pairs if tokens else None
         return PathPlan(tokens, None, MissReason.EAGER_IS_FASTER, eager=True, milliseconds=milliseconds)
 
     def _exact_serves(self, tokens: int, below: float) -> bool:

@@ -453,7 +453,7 @@ def _read_bytes(captures: Sequence[CapturedForward]) -> dict[int, int]:
     read: dict[int, int] = {}
     for captured in captures:
         for buffer in captured.inputs.buffers.values():
-            read[buffer.address] = max(read.get(buffer.address, 0), buffer.num_bytes)
+            read[buffer.address] = max(read.get(buffer.address, 0), buffer.tensor.nbytes)
     return read
 
 

@@ -30,14 +30,13 @@ def test_a_budget_holds_the_rows_of_its_tokens_and_no_more(ratio: int | Fraction
         assert (known.tokens_of(rows) <= tokens) == (rows <= tokens * ratio)
 
 
-def test_entries_for_images_are_limited_and_those_for_windows_are_not() -> None:
+def test_segments_of_images_are_limited_and_those_for_windows_are_not() -> None:
     limited = budgets(4, {3: 1, 5: 4}, 8)
     assert [limited.segment_factor(slot) for slot in (3, 9, 5)] == [1, 1, 4]  # no host op made 9
-    assert limited.segment_entries(3, 512) == limited.segment_entries(9, 512)
+    assert limited.segments_held(3, 512) == limited.segments_held(9, 512)
     unlimited = budgets(4, {3: 1, 5: 4}, 0)
-    assert limited.segment_entries(3, 512) < unlimited.segment_entries(3, 512)
-    assert limited.segment_entries(5, 512) == unlimited.segment_entries(5, 512)
-    assert limited.segment_entries(5, 512) - 1 == 4 * (unlimited.segment_entries(3, 512) - 1)
+    assert limited.segments_held(3, 512) < unlimited.segments_held(3, 512)
+    assert limited.segments_held(5, 512) == unlimited.segments_held(5, 512) == 16
 
 
 @torch.no_grad()

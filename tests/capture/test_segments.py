@@ -24,7 +24,7 @@ def test_padded_lengths_rise_stay_in_bounds_and_keep_the_real_part(
 ) -> None:
     given_lengths = cumulative(segments)
     rows = int(given_lengths[-1]) + pad_rows
-    padded = pad_cu_seqlens(given_lengths, len(given_lengths) + spare, rows)
+    padded = pad_cu_seqlens(tuple(given_lengths.tolist()), len(given_lengths) + spare, rows)
     assert padded.dtype == torch.int32
     assert padded.shape == (len(given_lengths) + spare,)
     assert torch.equal(padded[: len(given_lengths)], given_lengths)
@@ -37,33 +37,33 @@ def test_padded_lengths_rise_stay_in_bounds_and_keep_the_real_part(
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=8), st.integers(1, 9))
 def test_empty_segments_at_the_end_take_no_room(segments: list[int], empty: int) -> None:
     real = cumulative(segments)
-    padded = pad_cu_seqlens(cumulative([*segments, *[0] * empty]), len(real), int(real[-1]))
+    padded = pad_cu_seqlens((*real.tolist(), *real[-1:].tolist() * empty), len(real), int(real[-1]))
     assert torch.equal(padded, real)
 
 
 @pytest.mark.parametrize("given_lengths", [[], [1, 2], [0, 5, 4], [0, -1]])
 def test_lengths_that_do_not_rise_from_0_are_refused(given_lengths: list[int]) -> None:
     with pytest.raises(InputError, match="cu_seqlens: expected entries that rise from 0"):
-        pad_cu_seqlens(torch.tensor(given_lengths, dtype=torch.int32), 8, 100)
+        pad_cu_seqlens(tuple(given_lengths), 8, 100)
 
 
 def test_padded_lengths_are_kept_for_captures_of_the_same_size() -> None:
-    kept = pad_cu_seqlens(cumulative([3, 4]), 5, 9)
-    assert pad_cu_seqlens(cumulative([3, 4]), 5, 9) is kept
-    assert pad_cu_seqlens(cumulative([3, 4]), 6, 9).tolist() == [0, 3, 7, 7, 7, 7]
+    kept = pad_cu_seqlens((0, 3, 7), 5, 9)
+    assert pad_cu_seqlens((0, 3, 7), 5, 9) is kept
+    assert pad_cu_seqlens((0, 3, 7), 6, 9).tolist() == [0, 3, 7, 7, 7, 7]
     assert kept.tolist() == [0, 3, 7, 7, 7]
     with torch.inference_mode():
-        assert not pad_cu_seqlens(cumulative([1]), 2, 1).is_inference()
+        assert not pad_cu_seqlens((0, 1), 2, 1).is_inference()
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    given_lengths = torch.tensor([0, 2, 4, 6], dtype=torch.int32)
+    given_lengths = (0, 2, 4, 6)
     with pytest.raises(ReplayError, match="3 segments over 6 rows do not fit a capture of 2 segments over 9"):
         pad_cu_seqlens(given_lengths, 3, 9)
     with pytest.raises(ReplayError, match="over 5 rows"):
         pad_cu_seqlens(given_lengths, 9, 5)
     with pytest.raises(ReplayError, match="4 entries do not fit a capture of 3"):
-        pad_cu_seqlens_on_device(given_lengths, 3)
+        pad_cu_seqlens_on_device(torch.tensor(given_lengths), 3)
 
 
 def test_a_budget_holds_segments_of_typical_size_within_the_users_limit() -> None:

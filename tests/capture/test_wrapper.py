@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from fxsplit_encoder._torch.dispatch import tree_flatten
 from fxsplit_encoder.capture.breakable import BreakableCUDAGraphCapture, eager_break_during_capture
 from fxsplit_encoder.capture.pool import GraphPool
 from fxsplit_encoder.capture.wrapper import BreakableCUDAGraphWrapper, describe
@@ -29,7 +30,7 @@ def test_on_the_cpu(check: Callable[[str], None]) -> None:
 
 
 def descriptor(*args: Any, device: torch.device = CPU, **kwargs: Any) -> Any:
-    return describe(args, kwargs, device).descriptor
+    return describe(*tree_flatten((args, kwargs)), device)
 
 
 leaves = st.one_of(st.none(), st.booleans(), st.integers(-3, 3), st.floats(), st.text(max_size=3))

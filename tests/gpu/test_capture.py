@@ -77,11 +77,11 @@ def test_kept_lengths_reach_the_device_whole_however_fast_they_change(
     given = [torch.arange(0, 8 * (n + 2), 8, dtype=torch.int32) for n in range(300)]  # more than are kept
     sizes, seen = staged(monkeypatch), []
     for lengths in [*given, *given]:
-        static.load({"lengths": pad_cu_seqlens(lengths, 512, 4096)})
+        static.load({"lengths": pad_cu_seqlens(tuple(lengths.tolist()), 512, 4096)})
         seen.append(buffer.clone())
     assert not sizes
     for lengths, copied in zip([*given, *given], seen, strict=True):
-        assert torch.equal(copied.cpu(), pad_cu_seqlens(lengths, 512, 4096))
+        assert torch.equal(copied.cpu(), pad_cu_seqlens(tuple(lengths.tolist()), 512, 4096))
 
 
 def test_an_image_of_a_size_that_came_before_needs_nothing_staged(

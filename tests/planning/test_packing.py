@@ -59,10 +59,10 @@ class Problem:
     @staticmethod
     def eager_cost(table: PathTable, count: int) -> float:
         """Infinite beyond what the eager forward was measured with."""
-        measured = table.path_costs.eager
+        costs = table.path_costs
         if not count:
             return 0.0
-        return table.eager(count) if measured and count <= measured[-1][0] else float("inf")
+        return costs.eager_curve.at(count) if costs.eager and count <= costs.eager[-1][0] else float("inf")
 
     def total(self, batches: Sequence[Sequence[int]]) -> float:
         return sum(map(self.cost, batches))

@@ -14,7 +14,7 @@ from fxsplit_encoder.config import Packing
 from fxsplit_encoder.planning.costs import CostModel, PathCosts
 from fxsplit_encoder.planning.limits import CaptureKey, Limits
 from fxsplit_encoder.planning.plan import Item, MissReason, PathPlan, Plan, PlannedBatch
-from fxsplit_encoder.planning.planner import Captured, build_fallback_plan, build_plan
+from fxsplit_encoder.planning.planner import Captured, build_plan
 from fxsplit_encoder.protocol import EncoderItemSpec
 
 from ..instructions import instructions
@@ -160,16 +160,16 @@ def test_items_with_a_reason_fall_back_apart_by_reason() -> None:
 
 @pytest.mark.parametrize(
     ("skippable", "local"),
-    [(None, PathPlan(0)), (("global",), PathPlan(0, None, MissReason.DISABLED))],
+    [(("global", "local"), PathPlan(0)), (("global",), PathPlan(0, None, MissReason.DISABLED))],
 )
-def test_a_fallback_plan_keeps_the_items_together(skippable: Any, local: PathPlan) -> None:
-    items = [two_path_image(80, 0)] * 3
-    plan = build_fallback_plan(items, ("global", "local"), MissReason.DISABLED, skippable)
+def test_refused_items_skip_a_path_without_tokens(skippable: Any, local: PathPlan) -> None:
+    items = [two_path_image(80, 0, refusal=MissReason.DISABLED)] * 3
+    plan = build_plan(items, Limits({"global": (), "local": ()}, 3, 0, frozenset(skippable)))
     (batch,) = plan.batches
     assert (batch.indices, batch.output_tokens) == ((0, 1, 2), 240)
     assert batch.paths == {"global": PathPlan(240, None, MissReason.DISABLED), "local": local}
     assert plan.misses == {MissReason.DISABLED: 3}
-    assert build_fallback_plan([], ("global",), MissReason.DISABLED) == Plan((), 0)
+    assert build_plan([], LIMITS) == Plan((), 0)
 
 
 def test_vllm_52229_the_cheapest_way_is_taken_and_its_time_predicted() -> None:

@@ -214,7 +214,7 @@ class WholeWaves(FlashAttention4):
         branch.fork()
         # The large part first: its blocks should be the ones that get free multiprocessors.
         self._packed(q[:cut], k, v, (first, cu_seqlens, max_seqlen), scale, out[:cut], _OWN)
-        with branch:
+        with branch.entered():
             torch.sub(cu_seqlens, first, out=rest)
             self._packed(q[cut:], k, v, (rest, cu_seqlens, max_seqlen), scale, out[cut:], self._variant)
         branch.join()
