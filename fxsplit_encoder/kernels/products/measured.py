@@ -312,13 +312,11 @@ def compile_ahead(nodes: Iterable[fx.Node], device: torch.device) -> None:
         return
     table = CHOOSER.measurements.table(device)
     known = {(shape.activation, shape.dtype) for shape, found in table.items() if found.microseconds}
-    asked: dict[tuple[str, torch.dtype], None] = {}
+    names = [kernel.name for kernel in CHOOSER.measurements.kernels if isinstance(kernel, Quack)]
     for node in nodes:
         if node.target is linear and node.args[2] is not None:  # without a bias there is another variant
             rows: Tensor = node.all_input_nodes[0].meta["val"]
-            asked[str(node.args[3]), rows.dtype] = None
-    for activation, dtype in asked:
-        if (activation, dtype) not in known:
-            compile_jobs.name_quack_directory()
-            names = (k.name for k in CHOOSER.measurements.kernels if isinstance(k, Quack))
-            compile_jobs.start(names, activation, dtype, device)
+            activation = str(node.args[3])
+            if (activation, rows.dtype) not in known:
+                compile_jobs.name_quack_directory()
+                compile_jobs.start(names, activation, rows.dtype, device)

@@ -38,7 +38,8 @@ def begun(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[str], str, torch.d
 
     def start(names: Any, activation: str, dtype: torch.dtype, device: torch.device) -> None:
         assert device == CUDA
-        log.append(([*names], activation, dtype))
+        if (job := ([*names], activation, dtype)) not in log:
+            log.append(job)
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(measured, "has_fused_activations", lambda capability: capability == (9, 0))
