@@ -60,7 +60,7 @@ class BackgroundCapture:
     Args:
         target, planned: the generation to capture, and its captures.
         first: the generation that serves until then.
-        switch: makes the target serve, with the lock, as long as there is somebody to serve.
+        switch: makes the target serve; called with the lock.
     """
 
     def __init__(

@@ -206,7 +206,7 @@ class EncoderCudaGraphManager:
                 self.data_parallel.share_costs(*self._lifecycle.serving.unit_costs())
 
     def wait_captured(self, timeout: float | None = None) -> bool:
-        """Waits for the work behind `capture(wait=False)`, whose captures are made meanwhile; returns
+        """Waits for the work behind `capture(wait=False)`, and lets its captures be made; returns
         whether it is over, see `stats().progress`. After `timeout` seconds it begins no further capture.
         """
         return self._lifecycle.wait(timeout)

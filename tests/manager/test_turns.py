@@ -126,6 +126,8 @@ def awaiting(
     def do_work() -> None:
         with turns.handed_over(is_stopped):
             work()
+        with turns.step():  # the lock is no longer this thread's
+            pass
 
     future = threads.submit(do_work)
     wait_until(lambda: turns.is_wanted)
@@ -160,20 +162,7 @@ def test_a_lock_is_handed_over_after_a_request_whose_thread_waits(threads: Threa
     done.result(60)
 
 
-def test_an_error_of_work_is_its_own_and_the_lock_is_given_back(threads: ThreadPoolExecutor) -> None:
-    def work() -> None:
-        raise TimeoutError("its own")
-
-    turns = Turns()
-    done = awaiting(threads, turns, work)
-    with turns:
-        pass
-    assert isinstance(done.exception(60), TimeoutError)
-    with turns.step():
-        pass
-
-
-def test_an_interrupt_waits_for_the_end_of_work(
+def test_an_interrupt_waits_for_the_end_of_work_whose_error_is_its_own(
     threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     turns, order = Turns(), list[str]()
@@ -184,12 +173,18 @@ def test_an_interrupt_waits_for_the_end_of_work(
             raise error
         return wait_for(self, *given)
 
-    done = awaiting(threads, turns, lambda: (time.sleep(0.02), order.append("work")))
+    def work() -> None:
+        time.sleep(0.02)
+        order.append("work")
+        raise TimeoutError
+
+    done = awaiting(threads, turns, work)
     monkeypatch.setattr(threading.Condition, "wait_for", interrupted)
     with pytest.raises(KeyboardInterrupt), turns:
         pass
-    assert order == ["work"] and turns.owner is None
-    done.result(60)
+    assert order == ["work"] and isinstance(done.exception(60), TimeoutError)
+    with turns.step():
+        pass
 
 
 def test_work_that_nobody_wants_any_more_is_not_begun(threads: ThreadPoolExecutor) -> None:

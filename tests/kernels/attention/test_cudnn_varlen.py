@@ -191,12 +191,13 @@ def test_another_thread_and_another_process_read_what_was_built(
 
 def test_a_plan_outlives_its_thread_and_serves_the_next_but_no_two_at_once() -> None:
     """A captured graph reads its memory."""
+    kept, own = cudnn_varlen.ThreadPlans([]), {("a shape",): object()}
     with ThreadPoolExecutor(1) as first:
-        (kept,) = first.submit(lambda: (attend(), *cudnn_varlen._thread.plans.values())[1:]).result()
-        assert not cudnn_varlen._thread.plans, "of another thread that lives"
+        first.submit(lambda: kept.plans.update(own)).result()
+        assert not kept.plans, "of another thread that lives"
     with ThreadPoolExecutor(1) as second, ThreadPoolExecutor(1) as third:
-        found = [each.submit(lambda: [*cudnn_varlen._thread.plans.values()]) for each in (second, third)]
-        assert [each.result() for each in found] == [[kept], []]
+        found = [each.submit(lambda: dict(kept.plans)).result() for each in (second, third)]
+    assert found == [own, {}]
 
 
 def test_a_plan_that_is_none_of_cudnns_is_built_anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
