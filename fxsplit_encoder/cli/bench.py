@@ -56,12 +56,12 @@ def advice(rows: Sequence[Measured], titles: Mapping[str, str]) -> str:
     gains = {index: gain for index, row in enumerate(rows) if (gain := row.gain) is not None}
     if not gains:
         return "No advice: ours or everything else was not measured."
-    worth = [rows[index] for index, gain in gains.items() if gain >= _WORTH]
+    worth = {index: gain for index, gain in gains.items() if gain >= _WORTH}
     others = [rows[index] for index, gain in gains.items() if gain < _WORTH]
     if not worth:
         return f"Nothing to gain on these images: {_bests(others, titles)} is as fast."
-    found = f"Use the manager: {_range([row.gain for row in worth])} times as fast as the best other way"
-    eager = [times for row in worth if (times := row.times_of("eager")) is not None]
+    found = f"Use the manager: {_range([*worth.values()])} times as fast as the best other way"
+    eager = [times for index in worth if (times := rows[index].times_of("eager")) is not None]
     if eager:
         found += f", {_range(eager)} times as fast as eager"
     if not others:
@@ -70,9 +70,8 @@ def advice(rows: Sequence[Measured], titles: Mapping[str, str]) -> str:
     return f"{found}; nothing to gain on {named}, where {_bests(others, titles)} is as fast."
 
 
-def _range(values: Sequence[float | None]) -> str:
-    known = [value for value in values if value is not None]
-    low, high = f"{min(known):.2f}", f"{max(known):.2f}"
+def _range(values: Sequence[float]) -> str:
+    low, high = f"{min(values):.2f}", f"{max(values):.2f}"
     return low if low == high else f"{low} to {high}"
 
 

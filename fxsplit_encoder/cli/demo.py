@@ -73,7 +73,7 @@ def run_demo(
     inputs = chosen.inputs(images)
     tower, family = chosen.module, chosen.family
     wrapped = family.wrap(share_weights(tower))
-    if config is None and family.unit == "patches":
+    if config is None and isinstance(wrapped, fx.PackedTower):
         config = fx.EncoderConfig.from_yaml(shipped("configs/demo.yaml"))
     config = config or _tile_budgets(wrapped, chosen.device)
     say_tower(document, chosen)

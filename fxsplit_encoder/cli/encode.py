@@ -45,7 +45,7 @@ def run_encode(
         {
             "item": item.key,
             "size": item.pixels,
-            chosen.family.unit: item.size,
+            item.unit: item.size,
             "embedding": tuple(embedding.shape),
             "served": results[index],
         }

@@ -74,14 +74,14 @@ class ChosenTower:
 
     def batches(self, inputs: EncoderInputs, indices: Sequence[int]) -> list[Batch]:
         """Some items of a batch, each alone, and the whole batch."""
-        unit, tokens = self.family.unit, self.tokens(inputs)
+        tokens = self.tokens(inputs)
         select = self._adapter.select_encoder_cudagraph_items
         batches = []
         for index in indices:
             item = inputs.items[index]
-            row = {"item": item.key, "size": item.pixels, unit: item.size, "tokens": tokens[index]}
+            row = {"item": item.key, "size": item.pixels, item.unit: item.size, "tokens": tokens[index]}
             batches.append(Batch(row, as_tensors(select(inputs.mm_kwargs, [index]))))
-        together = {"item": f"all {len(inputs.items)}", "size": None, unit: None, "tokens": sum(tokens)}
+        together = {"item": f"all {len(inputs.items)}", "size": None, "tokens": sum(tokens)}
         return [*batches, Batch(together, inputs.mm_kwargs)]
 
 

@@ -20,7 +20,7 @@ from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.kernels.attention import KernelChooser
 from fxsplit_encoder.kernels.attention.chooser import choosing
 from fxsplit_encoder.messages import nearest
-from fxsplit_encoder.models.eager import share_weights
+from fxsplit_encoder.models.eager import as_tensors, share_weights
 
 RunPath = Callable[[str, Mapping[str, Tensor]], Tensor]
 """From a path and its inputs to its packed output."""
@@ -43,13 +43,8 @@ def prepare(adapter: Any, mm_kwargs: dict[str, Any]) -> Prepared:
     for path in adapter.get_encoder_cudagraph_config().paths:
         if any(spec.get_path_output_tokens(path) for spec in specs):
             buffers = adapter.prepare_encoder_cudagraph_replay_buffers(mm_kwargs, 0, 0, path=path)
-            inputs[path] = {name: _on_device(adapter, value) for name, value in buffers.values.items()}
+            inputs[path] = {name: own.to(adapter.device) for name, own in as_tensors(buffers.values).items()}
     return Prepared(inputs, [spec.output_tokens for spec in specs], mm_kwargs)
-
-
-def _on_device(adapter: Any, value: Any) -> Tensor:
-    tensor = value if isinstance(value, Tensor) else torch.cat(list(value))
-    return tensor.to(adapter.device)
 
 
 class EagerGraphs:

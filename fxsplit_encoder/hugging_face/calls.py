@@ -18,12 +18,20 @@ from fxsplit_encoder._torch.transformers import remove_output_hooks
 from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.planning.plan import MissReason
 from fxsplit_encoder.towers.cropped import CROP_SIZE, Step3p7Tiles
-from fxsplit_encoder.towers.dense import Idefics3Tower, Siglip2Tower
+from fxsplit_encoder.towers.dense import Idefics3Tower, Siglip2Tower, siglip2_tiles
 from fxsplit_encoder.towers.inputs import integer_rows, number_of
 from fxsplit_encoder.towers.packed import PackedTower
 from fxsplit_encoder.towers.pixtral import PixtralTower
 from fxsplit_encoder.towers.registry import DenseTowerSpec, wrap
-from fxsplit_encoder.towers.rules import Field, GridLook, GridTower, check_values, field_of, packed_fields
+from fxsplit_encoder.towers.rules import (
+    Field,
+    GridLook,
+    GridTower,
+    check_values,
+    field_of,
+    packed_fields,
+    zeros_for,
+)
 from fxsplit_encoder.towers.tiles import DenseTower
 
 Reads = frozenset[int | str]
@@ -140,6 +148,17 @@ def is_pixels(value: Any, dims: int | None = None) -> TypeGuard[Tensor]:
     )
 
 
+def _joined(parts: Mapping[Field, Tensor], example: Any) -> dict[str, Any]:
+    """The fields of an output, each of the class that the example's has."""
+    found: dict[str, list[Tensor]] = {}
+    for (name, _), part in parts.items():
+        found.setdefault(name, []).append(part)
+    return {
+        name: own[0] if isinstance(example[name], Tensor) else type(example[name])(own)
+        for name, own in found.items()
+    }
+
+
 def accepts(module: nn.Module, name: str) -> bool:
     """Whether a module's forward takes an argument, by its name or among any others."""
     parameters = inspect.signature(type(module).forward).parameters
@@ -200,19 +219,15 @@ class GridCalls(Calls):
         """The fields of the output, which follow one another in the columns of an item."""
         adapter = self._adapter
         rows = adapter.min_item_tokens * adapter.rows_per_token
-        fields: dict[str, Any] = {}
+        parts: dict[Field, Tensor] = {}
         start = 0
-        for (name, number), value in packed_fields(example, rows, adapter.rows_per_token):
+        for place, value in packed_fields(example, rows, adapter.rows_per_token):
             end = start + value.numel() // adapter.min_item_tokens
             part = torch.cat([item[:, start:end] for item in items])
             is_batch = value.dim() > 2 and value.shape[0] == 1
-            part = part.view(1, -1, *value.shape[2:]) if is_batch else part.view(-1, *value.shape[1:])
-            if number is None:
-                fields[name] = part
-            else:
-                fields.setdefault(name, []).append(part)
+            parts[place] = part.view(1, -1, *value.shape[2:]) if is_batch else part.view(-1, *value.shape[1:])
             start = end
-        return Made({n: type(example[n])(v) if isinstance(v, list) else v for n, v in fields.items()})
+        return Made(_joined(parts, example))
 
 
 class PixtralCalls(Calls):
@@ -244,10 +259,9 @@ class PixtralCalls(Calls):
 
     def example(self, key: Any) -> dict[str, Any]:
         """One image of 2 x 2 patches."""
-        config, parameter = self.twin.config, next(self.twin.parameters())
-        shape = (1, config.num_channels, 2 * config.patch_size, 2 * config.patch_size)
-        pixels = torch.zeros(shape, device=parameter.device, dtype=parameter.dtype)
-        return {"pixel_values": pixels}
+        config = self.twin.config
+        side = 2 * config.patch_size
+        return {"pixel_values": zeros_for(self.twin, 1, config.num_channels, side, side)}
 
     def adapter(self, key: Any, example: Any) -> PixtralTower:
         """The adapter of the class, for the layers that the model reads."""
@@ -305,8 +319,6 @@ class DenseCalls(Calls):
 
     input_names: Sequence[str] = ("pixel_values",)
     makes_layers = True
-    is_configured = True
-    """Whether the size of an example is the configuration's."""
     is_named = True
     """Whether it is known by its name that images are encoded one by one, that blocks return one tensor, and
     that a model which reads layers reads nothing else."""
@@ -318,11 +330,6 @@ class DenseCalls(Calls):
         size = config.image_size
         height, width = (size, size) if isinstance(size, int) else size
         return DenseKey((config.num_channels, height, width))
-
-    @property
-    def expected_keys(self) -> Sequence[DenseKey]:
-        """This size."""
-        return (self.example_key,) if self.is_configured else ()
 
     def read(self, given: Mapping[str, Any], options: Mapping[str, Any]) -> Call | MissReason:
         """The images."""
@@ -336,9 +343,7 @@ class DenseCalls(Calls):
 
     def example(self, key: Any) -> dict[str, Any]:
         """One image of zeros."""
-        parameter = next(self.twin.parameters())
-        pixels = torch.zeros(1, *key.shape, device=parameter.device, dtype=parameter.dtype)
-        return {self.input_names[0]: pixels, **self._options(key)}
+        return {self.input_names[0]: zeros_for(self.twin, 1, *key.shape), **self._options(key)}
 
     def _options(self, key: DenseKey) -> dict[str, Any]:
         options = {_INTERPOLATES: True} if key.interpolates else {}
@@ -414,19 +419,9 @@ class DenseCalls(Calls):
         count = call.inputs[self.input_names[0]].shape[0]
         parts = torch.split(rows.view(count, -1)[:, : sum(sizes)], sizes, dim=1)
         values = [part.reshape(count, *shape).contiguous() for part, shape in zip(parts, shapes, strict=True)]
-        fields: dict[str, Any] = {}
-        layers: dict[int, Tensor] = {}
-        for (name, number), value in zip(names, values, strict=True):
-            if number is None:
-                fields[name] = value
-            elif name == STATES and name in self.with_states:
-                layers[number] = value
-            else:
-                fields.setdefault(name, []).append(value)
-        for name, value in fields.items():
-            if isinstance(value, list):
-                fields[name] = type(example[name])(value)
-        return Made(fields, layers)
+        made = dict(zip(names, values, strict=True))
+        layers = {n: made.pop((STATES, n)) for n in self.layers if (STATES, n) in made}
+        return Made(_joined(made, example), layers)
 
 
 # --- towers of tiles with adapters of their own
@@ -524,11 +519,11 @@ class Siglip2Calls(DenseCalls):
     def example(self, key: Any) -> dict[str, Any]:
         """One image, of one row of patches."""
         (patches,) = key.shape
-        config, parameter = self.twin.config, next(self.twin.parameters())
-        columns = config.num_channels * config.patch_size**2
+        config = self.twin.config
+        pixels = zeros_for(self.twin, 1, patches, config.num_channels * config.patch_size**2)
         return {
-            "pixel_values": torch.zeros(1, patches, columns, device=parameter.device, dtype=parameter.dtype),
-            "pixel_attention_mask": torch.ones(1, patches, dtype=torch.int64, device=parameter.device),
+            "pixel_values": pixels,
+            "pixel_attention_mask": torch.ones(1, patches, dtype=torch.int64, device=pixels.device),
             "spatial_shapes": torch.tensor([[1, patches]], device="cpu"),
         }
 
@@ -538,6 +533,7 @@ class Siglip2Calls(DenseCalls):
 
     def inputs(self, call: Call, adapter: Any) -> dict[str, Any]:
         """The images with their positions."""
+        pixels, mask, shapes = (call.inputs[name] for name in self.input_names)
         with torch.inference_mode(False):
-            images = adapter.images(*(call.inputs[name] for name in self.input_names))
+            images = siglip2_tiles(pixels, mask, shapes, adapter.tower.embeddings.patch_embedding.weight)
         return super().inputs(Call({"pixel_values": images}), adapter)

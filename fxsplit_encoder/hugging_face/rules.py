@@ -36,6 +36,7 @@ from fxsplit_encoder.hugging_face.calls import (
     twin_of,
 )
 from fxsplit_encoder.planning.plan import MissReason
+from fxsplit_encoder.towers.registry import QWEN3, QWEN25
 from fxsplit_encoder.towers.rules import (
     MODEL_ERRORS,
     Field,
@@ -190,7 +191,6 @@ class RuleCalls(DenseCalls):
         self._look = seen
         self.input_names = (self._look.input_name,)
         self._names = fields_of(self._look.fields)
-        self.is_configured = self._look.is_configured
         self.makes_layers = STATES in self._look.states
         self.with_states = frozenset(self._look.states).difference(self._look.fields)
         super().__init__(twin, reads, config)
@@ -204,6 +204,11 @@ class RuleCalls(DenseCalls):
     def example_key(self) -> DenseKey:
         """The size that the tower was looked at with, the configuration's if it has one."""
         return self._look.key
+
+    @property
+    def expected_keys(self) -> Sequence[DenseKey]:
+        """This size, if it is the configuration's."""
+        return (self.example_key,) if self._look.is_configured else ()
 
     def read(self, given: Mapping[str, Any], options: Mapping[str, Any]) -> Call | MissReason:
         """The images, if the tower converts their dtype to its own."""
@@ -259,10 +264,8 @@ _DENSE = (
     *("Dinov2WithRegistersModel", "InternVLVisionModel", "SiglipVisionModel", "SiglipVisionTransformer"),
 )
 _GRID = (
-    *("Exaone4_5_VisionModel", "Glm4vMoeVisionModel", "Glm4vVisionModel", "Kimi_K25VisionModel"),
-    *("Qwen2VisionTransformerPretrainedModel", "Qwen2_5OmniVisionEncoder"),
-    "Qwen2_5_VisionTransformerPretrainedModel",
-    *("Qwen3VLMoeVisionModel", "Qwen3VLVisionModel", "Qwen3_5MoeVisionModel", "Qwen3_5VisionModel"),
+    *("Glm4vMoeVisionModel", "Glm4vVisionModel", "Kimi_K25VisionModel"),
+    *("Qwen2VisionTransformerPretrainedModel", *QWEN25, *QWEN3),
 )
 _CALLS: Mapping[str, type[Calls]] = {
     **dict.fromkeys(_DENSE, DenseCalls),

@@ -29,7 +29,7 @@ from fxsplit_encoder.hugging_face.outputs import Lazy, LazyTuple, make_output
 from fxsplit_encoder.planning.plan import InvariantPolicy, MissReason
 from fxsplit_encoder.runtime.states import OtherStates
 from fxsplit_encoder.runtime.statistics import ManagerStats, Statistics
-from fxsplit_encoder.towers.base import Options, matters, needs_gradients, settle
+from fxsplit_encoder.towers.base import matters, needs_gradients, settle
 from fxsplit_encoder.towers.inputs import number_of
 
 logger = logging.getLogger(__name__)
@@ -147,9 +147,9 @@ class ServedTower:
         captured = self._current()
         if (reason := self._refused(captured)) is not None or captured.calls is None:
             return reason
-        options = settle(given, captured.calls.input_names, matters)
+        inputs, changing = settle(given, captured.calls.input_names, matters)
         try:
-            fields, changing = asked_for(given, options.changing, self._module.config)
+            fields, changing = asked_for(given, changing, self._module.config)
             changing = {
                 name: value for name, value in changing.items() if self._matters(captured, name, value)
             }
@@ -159,7 +159,7 @@ class ServedTower:
                 config: Any = self._module.config
                 selected = selected_hidden_states(config.output_hidden_states if asked is None else asked)
                 captured = self._reading(captured, selected)
-            call = captured.calls.read(options.kept, changing)
+            call = captured.calls.read(inputs, changing)
             if isinstance(call, MissReason):
                 self._warn_of_miss(call, changing)
                 return call
@@ -190,7 +190,10 @@ class ServedTower:
             captured.calls.with_states,
         )
         output = make_output(type(served.example), values)
-        return output if _returns_dict(options, given, self._module.config) else output.to_tuple()
+        returns_dict = given.get("return_dict")
+        if returns_dict is None:
+            returns_dict = getattr(self._module.config, "return_dict", True)
+        return output if returns_dict is not False else output.to_tuple()
 
     def _condition(self, given: Mapping[str, Any]) -> MissReason | None:
         """Why no captures could serve a call."""
@@ -394,12 +397,6 @@ def _values(
     if "attentions" in fields and "attentions" in type(served.example).__dataclass_fields__:
         values["attentions"] = Lazy(functools.partial(read, "attentions"))
     return values
-
-
-def _returns_dict(options: Options, given: Mapping[str, Any], config: Any) -> bool:
-    if given.get("return_dict") is None:
-        return getattr(config, "return_dict", True) is not False
-    return options.returns_dict
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]

@@ -23,14 +23,12 @@ from fxsplit_encoder.models.checkpoint import Checkpoint
 from fxsplit_encoder.models.load import dtype_of, load_tower, read_family
 from fxsplit_encoder.models.media import media_processor
 
-_AUTO = "auto"
-
 
 def checkpoint_encoder(
     model: str | Path,
     config: str | Path | EncoderConfig | None = None,
     device: str = "cpu",
-    dtype: str = _AUTO,
+    dtype: str = "auto",
 ) -> ManagerEncoder:
     """An encoder in this process, not started yet.
 
@@ -56,7 +54,7 @@ def checkpoint_process(
     model: str | Path,
     config: str | Path | None = None,
     device: str = "cpu",
-    dtype: str = _AUTO,
+    dtype: str = "auto",
     options: ProcessOptions | None = None,
 ) -> ProcessEncoder:
     """An encoder in a process of its own, not started yet; the arguments are those of `checkpoint_encoder`.
@@ -95,7 +93,7 @@ def weightless_tower(model: str | Path | Checkpoint) -> Any:
     return family.wrap(tower)
 
 
-def row_bytes_of(checkpoint: Checkpoint, device: str, dtype: str = _AUTO) -> Mapping[Modality, int]:
+def row_bytes_of(checkpoint: Checkpoint, device: str, dtype: str = "auto") -> Mapping[Modality, int]:
     """Bytes of a row of a checkpoint's features by modality; no weights are read."""
     declared = weightless_tower(checkpoint).get_encoder_cudagraph_config()
     size = dtype_of(dtype, torch.device(device)).itemsize

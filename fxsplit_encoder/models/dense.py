@@ -9,7 +9,6 @@ import functools
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from PIL import Image
 from torch import Tensor, nn
 
@@ -39,7 +38,7 @@ from fxsplit_encoder.models.prepare import (
 )
 from fxsplit_encoder.models.tiles import ProcessedTiles, tile_side, tile_sizes
 from fxsplit_encoder.towers import DenseTowerSpec
-from fxsplit_encoder.towers.dense import Siglip2Tower, places_of
+from fxsplit_encoder.towers.dense import Siglip2Tower, siglip2_tiles
 
 
 def _tiles(normalization: Normalization, *, crops: bool) -> Prepare:
@@ -79,10 +78,8 @@ class SizedPatches(Preparation):
         """One tile, (1, patches, features and places)."""
         made = processed(self.processor, image, max_num_patches=self.patches)
         shape = made["spatial_shapes"][0].tolist()
-        places = places_of(shape[0], shape[1], self.patches)
-        columns = made["pixel_values"][0], places, made["pixel_attention_mask"][0][:, None]
-        tile = torch.cat([column.float() for column in columns], dim=-1)
-        return self._sizes(shape[0], shape[1]).with_pixels(pixel_values=tile[None, None])
+        tiles = siglip2_tiles(made["pixel_values"], made["pixel_attention_mask"], [shape])
+        return self._sizes(*shape).with_pixels(pixel_values=tiles)
 
     def image_sizes(self, width: int, height: int) -> Prepared:
         """One tile, and the grid of its patches."""
@@ -128,7 +125,7 @@ def _row(result: Any, output: str) -> Tensor:
 def _family(build: Build, prepare: Prepare, prefix: str, skipped: int = 0, renames: Renames = ()) -> Family:
     """A family; `skipped`: rows of a tile's output before those of patches, without registers."""
     spec, pooled_spec = functools.partial(_spec, skipped=skipped), _pooled_spec
-    pooled = Family(build, prepare, "tiles", prefixes=(prefix, ""), renames=renames, spec=pooled_spec)
+    pooled = Family(build, prepare, prefixes=(prefix, ""), renames=renames, spec=pooled_spec)
     return replace(pooled, spec=spec, pooled=pooled)
 
 
@@ -151,7 +148,6 @@ def _siglip2(pooled_alone: bool, pooled: Family | None = None) -> Family:
     return Family(
         hugging_face("siglip2", "Siglip2VisionModel"),
         SizedPatches.read,
-        "tiles",
         prefixes=("vision_model.", ""),
         adapter=adapter,
         pooled=pooled,
@@ -160,7 +156,7 @@ def _siglip2(pooled_alone: bool, pooled: Family | None = None) -> Family:
 
 
 def _text(build: Build, prefixes: tuple[str, ...], output: str, padding: str) -> TextTower:
-    return TextTower(Family(build, no_images, "tokens", prefixes=prefixes), output, padding)
+    return TextTower(Family(build, no_images, prefixes=prefixes), output, padding)
 
 
 _TEXT, _VISION = "text_config", "vision_config"
@@ -183,7 +179,6 @@ _CLIP_PROJECTED = replace(
     pooled=Family(
         _projected("CLIPVisionModelWithProjection", _VISION),
         _CROPPING,
-        "tiles",
         prefixes=WHOLE_MODEL,
         spec=functools.partial(_pooled_spec, output="image_embeds"),
     ),

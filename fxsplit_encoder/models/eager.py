@@ -14,12 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fxsplit_encoder.towers.packed import PackedTower
+
 Inputs = Mapping[str, Any]
 EagerForward = Callable[[Any, Inputs], Tensor]
 """From a module and `mm_kwargs` to rows, (output tokens, hidden)."""
 
-PIXELS = ("pixel_values", "pixel_values_videos")
-GRIDS = ("image_grid_thw", "video_grid_thw")
+PIXELS, GRIDS = zip(*PackedTower.input_keys, strict=True)
 """Keys of images and of clips."""
 
 

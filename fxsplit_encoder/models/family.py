@@ -38,8 +38,6 @@ class Family:
     """What `wrap` takes."""
     prepare: Prepare
     """Images to inputs, by the model's and its processors' settings."""
-    unit: str
-    """What an item's size counts: patches or tiles."""
     eager: EagerForward | None = None
     """How it runs without this library; None: as `spec` declares, or by the adapter: the model is ours."""
     prefixes: tuple[str, ...] = ("",)

@@ -18,9 +18,10 @@ from fxsplit_encoder.models.checkpoint import Renames
 from fxsplit_encoder.models.eager import GRIDS, PIXELS, Inputs
 from fxsplit_encoder.models.encoders.moonvit import KimiVLVisionConfig, KimiVLVisionModel
 from fxsplit_encoder.models.family import WHOLE_MODEL, Family, Settings, hugging_face, vision_settings
-from fxsplit_encoder.models.patches import IMAGE_KEYS, VIDEO_KEYS, Grid, of_patches, patchify
+from fxsplit_encoder.models.patches import of_grid, patchify
 from fxsplit_encoder.models.prepare import HALF, Normalization, Preparation, Prepared, ProcessorSettings
 from fxsplit_encoder.models.sampling import Sampling, first_of_equal_parts
+from fxsplit_encoder.towers.grid import Grid
 
 _BICUBIC = Image.Resampling.BICUBIC
 
@@ -86,41 +87,46 @@ class RasterPatches(Preparation):
 
     def image(self, image: Image.Image) -> Prepared:
         """An image of one frame."""
-        fitted, grid = self._fit(1, image.width, image.height, self.max_patches)
-        return self._of_image(self._patches([image.resize(fitted, _BICUBIC)], grid), grid)
+        fitted, grid = self.fit(1, image.width, image.height, self.max_patches)
+        patches = self._patches([image.resize(fitted, _BICUBIC)], grid)
+        return self.image_sizes(*image.size).with_pixels(pixel_values=patches)
 
     def image_sizes(self, width: int, height: int) -> Prepared:
         """An image of one frame."""
-        return self._of_image(None, self._fit(1, width, height, self.max_patches)[1])
-
-    def _of_image(self, patches: Tensor | None, grid: Grid) -> Prepared:
-        if not self.takes_clips:  # Kimi-VL, whose sizes have no frames
-            return of_patches(("pixel_values", "image_grid_hws"), patches, grid, grid[1:])
-        return of_patches(IMAGE_KEYS, patches, grid, grid)
+        grid = self.fit(1, width, height, self.max_patches)[1]
+        if self.takes_clips:
+            return of_grid("image_grid_thw", grid)
+        # Kimi-VL, whose sizes have no frames.
+        return Prepared({"image_grid_hws": torch.tensor([grid[1:]], device="cpu")}, {"grid": grid})
 
     def clip(self, frames: Frames) -> list[Prepared]:
         """Items of a few frames each."""
-        fitted, _ = self._fit(1, *frames.size, self.max_frame_patches)
+        fitted, _ = self.fit(1, *frames.size, self.max_frame_patches)
         images = (bicubic(frame, fitted) for frame in frames)
         items = []
         for sizes in self.clip_sizes(len(frames), *frames.size):
             own = itertools.islice(images, sizes.frames)
-            items.append(sizes.with_pixels(**{VIDEO_KEYS[0]: self._patches(own, sizes.layout["grid"])}))
+            items.append(sizes.with_pixels(pixel_values_videos=self._patches(own, sizes.layout["grid"])))
         return items
 
     def clip_sizes(self, num_frames: int, width: int, height: int) -> list[Prepared]:
         """Items of a few frames each."""
         most = self.frames_per_clip
         counts = [min(most, num_frames - start) for start in range(0, num_frames, most)]
-        grids = [self._fit(count, width, height, self.max_frame_patches)[1] for count in counts]
-        return [of_patches(VIDEO_KEYS, None, grid, grid, grid[0]) for grid in grids]
+        grids = [self.fit(count, width, height, self.max_frame_patches)[1] for count in counts]
+        return [of_grid("video_grid_thw", grid, grid[0]) for grid in grids]
 
-    def _fit(self, frames: int, width: int, height: int, max_patches: int) -> tuple[tuple[int, int], Grid]:
-        """The width and height to which frames are resized, and the grid of the canvas below them."""
-        (rows, columns), padded = padded_size(
-            height, width, self.patch_size, self.merge_size, max_patches, self.max_side
-        )
-        return (columns, rows), (frames, padded[0] // self.patch_size, padded[1] // self.patch_size)
+    def fit(self, frames: int, width: int, height: int, max_patches: int) -> tuple[tuple[int, int], Grid]:
+        """The width and height to which MoonViT's processors shrink frames of at most so many patches, and
+        the grid of the canvas below them (`navit_resize`).
+        """
+        patches = max(1, height // self.patch_size) * max(1, width // self.patch_size)
+        longest = self.max_side * self.patch_size
+        scale = min(1.0, math.sqrt(max_patches / patches), longest / height, longest / width)
+        rows, columns = (min(max(1, int(side * scale)), longest) for side in (height, width))
+        factor = self.merge_size * self.patch_size
+        down, across = (-(-side // factor) * self.merge_size for side in (rows, columns))
+        return (columns, rows), (frames, down, across)
 
     def _patches(self, frames: Iterable[Image.Image], grid: Grid) -> Tensor:
         side = self.patch_size
@@ -139,30 +145,6 @@ def _sides(settings: Settings) -> dict[str, Any]:
     vision = vision_settings(settings)
     merge_size = vision.get("merge_kernel_size", (2, 2))[0]
     return {"patch_size": vision.get("patch_size", 14), "merge_size": merge_size}
-
-
-def padded_size(
-    height: int, width: int, patch_size: int, merge_size: int, max_patches: int, max_side: int
-) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Returns the size to which MoonViT's processors shrink and pad an image (`navit_resize`).
-
-    Args:
-        height, width: of the image.
-        patch_size: side of a patch in pixels.
-        merge_size: patches that become one output token along each side.
-        max_patches: the most patches; larger images are shrunk.
-        max_side: the most patches a side.
-
-    Returns:
-        (height, width) to which it is resized, and to which it is padded.
-    """
-    patches = max(1, height // patch_size) * max(1, width // patch_size)
-    longest = max_side * patch_size
-    scale = min(1.0, math.sqrt(max_patches / patches), longest / height, longest / width)
-    sides = [min(max(1, int(side * scale)), longest) for side in (height, width)]
-    factor = merge_size * patch_size
-    rows, columns = (-(-side // factor) * factor for side in sides)
-    return (sides[0], sides[1]), (rows, columns)
 
 
 def _eager_k25(tower: Any, mm_kwargs: Inputs) -> Tensor:
@@ -186,13 +168,11 @@ def _eager_k25(tower: Any, mm_kwargs: Inputs) -> Tensor:
 _KIMI_VL = Family(
     lambda settings: KimiVLVisionModel(KimiVLVisionConfig.from_checkpoint(settings)),
     RasterPatches.of_kimi_vl,
-    "patches",
     prefixes=WHOLE_MODEL,
 )
 _KIMI_K25 = Family(
     hugging_face("kimi_k25", "Kimi_K25VisionModel"),
     RasterPatches.of_kimi_k25,
-    "patches",
     _eager_k25,
     ("model.vision_tower.", "vision_tower.", ""),
     renames=K25_NAMES,

@@ -590,18 +590,19 @@ def pixel_table(whole: Preparation, later: Preparation, modality: Modality) -> N
     Returns:
         None: on images of all colors the table gives other values than the model's processor.
     """
+    reason: object = "it gives other values"
     try:
-        table = normalization_of(whole, modality).values()
-        is_same = all(_are_equal(*_probed(whole, later, modality, size), table) for size in _PROBES)
+        table = _normalization_of(whole, modality).values()
+        images = [_all_colors(*size) for size in _PROBES]
+        if all(_are_equal(_made(whole, modality, i), _made(later, modality, i), table) for i in images):
+            return table
     except (AttributeError, MediaError, TypeError, ValueError) as error:  # it does something else with pixels
-        logger.info("%s pixels are normalized by the model's own processor: %s", modality, error)
-        return None
-    if not is_same:
-        logger.info("%s pixels are normalized by the model's own processor: it gives other values", modality)
-    return table if is_same else None
+        reason = error
+    logger.info("%s pixels are normalized by the model's own processor: %s", modality, reason)
+    return None
 
 
-def normalization_of(preparation: Any, modality: Modality = "image") -> Normalization:
+def _normalization_of(preparation: Any, modality: Modality) -> Normalization:
     """Finds the normalization of images or clips: the preparation's, its format's, or its processor's."""
     for holder in (preparation, getattr(preparation, f"{modality}_format", None)):
         own = getattr(holder, "normalization", None)
@@ -611,13 +612,8 @@ def normalization_of(preparation: Any, modality: Modality = "image") -> Normaliz
     return Normalization(tuple(processor.image_mean), tuple(processor.image_std))
 
 
-def _probed(
-    whole: Preparation, later: Preparation, modality: Modality, size: tuple[int, int]
-) -> tuple[list[Prepared], list[Prepared]]:
-    image = _all_colors(*size)
-    if modality == "image":
-        return [whole.image(image)], [later.image(image)]
-    return list(whole.clip(_frames(image))), list(later.clip(_frames(image)))
+def _made(preparation: Preparation, modality: Modality, image: Image.Image) -> list[Prepared]:
+    return [preparation.image(image)] if modality == "image" else preparation.clip(_frames(image))
 
 
 def _are_equal(whole: list[Prepared], later: list[Prepared], table: NDArray[np.float32]) -> bool:

@@ -15,9 +15,9 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from fxsplit_encoder.errors import MediaError
 from fxsplit_encoder.media import Frames
 from fxsplit_encoder.media.images import bicubic
+from fxsplit_encoder.media.sources import attempt
 from fxsplit_encoder.models.eager import GRIDS, PIXELS, Inputs, joined
 from fxsplit_encoder.models.family import VISUAL, Family, Prepare, Settings, hugging_face, vision_settings
 from fxsplit_encoder.models.prepare import (
@@ -38,15 +38,9 @@ from fxsplit_encoder.models.sampling import (
     first_to_last,
     whole_steps_of_equal_parts,
 )
-
-Grid = tuple[int, int, int]
-"""(frames, height, width) in patches."""
-
-IMAGE_KEYS = ("pixel_values", "image_grid_thw")
-VIDEO_KEYS = ("pixel_values_videos", "video_grid_thw")
+from fxsplit_encoder.towers.grid import Grid
 
 MOST_PIXELS = 1 << 31
-_MAX_ASPECT_RATIO = 200
 
 
 @dataclass(frozen=True)
@@ -158,51 +152,40 @@ class BlockPatches(Preparation):
 
     def image(self, image: Image.Image) -> Prepared:
         """By the checkpoint's own image processor, or with its arithmetic."""
-        grid = self._image_grid(*image.size)  # before the processor, whose message says less
+        sizes = self.image_sizes(*image.size)  # before the processor, whose message says less
         if self.own is None:
-            return of_patches(IMAGE_KEYS, self.image_format.patches([image], grid), grid, grid)
+            return sizes.with_pixels(pixel_values=self.image_format.patches([image], sizes.layout["grid"]))
         outputs = processed(self.own, image)
         t, h, w = outputs["image_grid_thw"][0].tolist()
-        return of_patches(IMAGE_KEYS, outputs["pixel_values"], (t, h, w), (t, h, w))
+        return of_grid("image_grid_thw", (t, h, w)).with_pixels(pixel_values=outputs["pixel_values"])
 
     def image_sizes(self, width: int, height: int) -> Prepared:
         """A grid of one frame."""
-        grid = self._image_grid(width, height)
-        return of_patches(IMAGE_KEYS, None, grid, grid)
-
-    def _image_grid(self, width: int, height: int) -> Grid:
         form = self.image_format
         if self.images_are_clips:
             rows, columns = video_frame_size(form.temporal_patch_size, height, width, form)
         else:
             rows, columns = image_size(height, width, form)
-        return 1, rows // form.patch_size, columns // form.patch_size
+        return of_grid("image_grid_thw", (1, rows // form.patch_size, columns // form.patch_size))
 
     def clip(self, frames: Frames) -> list[Prepared]:
         """One item of all frames."""
-        grid = self._clip_grid(len(frames), *frames.size)
-        return [of_patches(VIDEO_KEYS, self.video_format.patches(frames, grid), grid, grid, len(frames))]
+        (sizes,) = self.clip_sizes(len(frames), *frames.size)
+        patches = self.video_format.patches(frames, sizes.layout["grid"])
+        return [sizes.with_pixels(pixel_values_videos=patches)]
 
     def clip_sizes(self, num_frames: int, width: int, height: int) -> list[Prepared]:
         """One item of all frames."""
-        grid = self._clip_grid(num_frames, width, height)
-        return [of_patches(VIDEO_KEYS, None, grid, grid, num_frames)]
-
-    def _clip_grid(self, num_frames: int, width: int, height: int) -> Grid:
         form = self.video_format
         rows, columns = video_frame_size(num_frames, height, width, form)
         steps = -(-num_frames // form.temporal_patch_size)
-        return steps, rows // form.patch_size, columns // form.patch_size
+        grid = steps, rows // form.patch_size, columns // form.patch_size
+        return [of_grid("video_grid_thw", grid, num_frames)]
 
 
-def of_patches(
-    keys: tuple[str, str], pixels: Tensor | None, grid: Grid, sizes: tuple[int, ...], frames: int = 0
-) -> Prepared:
-    """An item of patches."""
-    tensors = {keys[1]: torch.tensor([sizes], device="cpu")}
-    if pixels is not None:
-        tensors[keys[0]] = pixels
-    return Prepared(tensors, {"grid": grid}, frames)
+def of_grid(key: str, grid: Grid, frames: int = 0) -> Prepared:
+    """The sizes of an item of patches."""
+    return Prepared({key: torch.tensor([grid], device="cpu")}, {"grid": grid}, frames)
 
 
 def image_size(height: int, width: int, form: PatchFormat) -> tuple[int, int]:
@@ -213,16 +196,9 @@ def image_size(height: int, width: int, form: PatchFormat) -> tuple[int, int]:
     """
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
-    _check_aspect_ratio(height, width, "an image")
-    sides: tuple[int, int] = smart_resize(height, width, form.factor, form.min_pixels, form.max_pixels)
+    with attempt(f"{width} x {height} pixels", "an image"):
+        sides: tuple[int, int] = smart_resize(height, width, form.factor, form.min_pixels, form.max_pixels)
     return sides
-
-
-def _check_aspect_ratio(height: int, width: int, what: str) -> None:
-    if max(height, width) > _MAX_ASPECT_RATIO * min(height, width):
-        raise MediaError(
-            f"{what} of {width} x {height} pixels; expected an aspect ratio of at most {_MAX_ASPECT_RATIO}"
-        )
 
 
 def video_frame_size(num_frames: int, height: int, width: int, form: PatchFormat) -> tuple[int, int]:
@@ -235,16 +211,14 @@ def video_frame_size(num_frames: int, height: int, width: int, form: PatchFormat
 
     if form.limits_each_frame:
         return image_size(height, width, replace(form, max_pixels=_most_of_a_frame(num_frames, form)))
-    factor, temporal = form.factor, form.temporal_patch_size
-    max_pixels = form.max_pixels
+    temporal, max_pixels = form.temporal_patch_size, form.max_pixels
     if form.cap_pixels_per_frame:
         max_pixels = _most_of_a_frame(num_frames, form) * num_frames
-    enlarged = max(1.0, factor / height, factor / width)
-    _check_aspect_ratio(int(height * enlarged), int(width * enlarged), "frames")
     frames = max(num_frames, temporal)  # the last is repeated
-    sides: tuple[int, int] = smart_resize(
-        frames, height, width, temporal, factor, form.min_pixels, max_pixels
-    )
+    with attempt(f"{width} x {height} pixels", "frames"):
+        sides: tuple[int, int] = smart_resize(
+            frames, height, width, temporal, form.factor, form.min_pixels, max_pixels
+        )
     return sides
 
 
@@ -304,7 +278,7 @@ def block_eager(tower: Any, mm_kwargs: Inputs) -> Tensor:
 
 
 def _family(module: str, tower: str, prepare: Prepare) -> Family:
-    return Family(hugging_face(module, tower), prepare, "patches", block_eager, VISUAL)
+    return Family(hugging_face(module, tower), prepare, block_eager, VISUAL)
 
 
 _QWEN3 = BlockPatches.reader(16, HALF, first_to_last)

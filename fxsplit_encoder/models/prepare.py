@@ -180,8 +180,13 @@ class Item:
     """How it was cut, see `Prepared.layout`."""
 
     @property
+    def unit(self) -> str:
+        """What `size` counts."""
+        return "patches" if "grid" in self.layout else "tiles"
+
+    @property
     def size(self) -> str:
-        """The same in few characters: patches, tiles, or whole views + crops."""
+        """The layout in few characters: patches, tiles, or whole views + crops."""
         ((kind, parts),) = self.layout.items()
         count = parts if isinstance(parts, int) else math.prod(parts)
         return str(count) if kind != "crops" else f"1+{count}" if count else "1"

@@ -25,7 +25,6 @@ def demo_tower(
     blocks: int | None = None,
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
-    seed: int = 0,
     model: str = DEMO_MODEL,
 ) -> Any:
     """Build a model's vision tower with random weights, at its true width.
@@ -34,7 +33,6 @@ def demo_tower(
         blocks: its depth; None: the model's own.
         device: where its weights are drawn; on "meta" it has none.
         dtype: of the parameters. Buffers keep theirs: positions and frequencies are computed in float32.
-        seed: the same weights for the same seed, on one kind of device.
         model: a name of `models.registry.ARCHITECTURES`.
 
     Raises:
@@ -44,7 +42,7 @@ def demo_tower(
     device = torch.device(device)
     tower = known.family.empty_tower(known.settings(blocks), device)
     if device.type != "meta":
-        draw_weights(tower, seed)
+        draw_weights(tower, 0)
     for parameter in tower.parameters():
         parameter.data = parameter.data.to(dtype)
     return tower
@@ -87,8 +85,8 @@ def random_inputs(wrapped: Any, sizes: Sequence[int], seed: int = 0) -> dict[str
         pixels_key, grids_key = wrapped.input_keys[0]
         grids = [_most_square(size, wrapped.merge_size) for size in sizes]
         listed = [(1, *grid) for grid in grids] if grids_key.endswith("thw") else grids
-        shape = getattr(wrapped, "patch_shape", (wrapped.patch_features,))
-        return {pixels_key: pixels(sum(sizes), *shape), grids_key: torch.tensor(listed, device="cpu")}
+        patches = pixels(sum(sizes), wrapped.patch_features)
+        return {pixels_key: patches, grids_key: torch.tensor(listed, device="cpu")}
     if isinstance(wrapped, DenseTower):
         tiles = pixels(sum(sizes), *wrapped.tile_shape)
         return {wrapped.input_name: tiles, wrapped.count_keys[0]: torch.tensor(sizes, device="cpu")}

@@ -35,10 +35,7 @@ from fxsplit_encoder.models.prepare import (
 )
 from fxsplit_encoder.models.sampling import Sampling, middle_of_equal_parts
 from fxsplit_encoder.towers.base import VIDEOS
-from fxsplit_encoder.towers.tiles import VIDEO_COUNTS
-
-Grid = tuple[int, int]
-"""(columns, rows)."""
+from fxsplit_encoder.towers.tiles import VIDEO_COUNTS, CropGrid
 
 MOST_TILES = 256
 """That an option may ask for: every grid of so many is looked at."""
@@ -66,11 +63,6 @@ def of_tiles(tiles: Tensor) -> Prepared:
 def tile_sizes(count: int) -> Prepared:
     """An image of that many tiles, without their pixels."""
     return Prepared({"num_patches": torch.tensor([count], device="cpu")}, {"tiles": count})
-
-
-def frame_sizes(count: int) -> Prepared:
-    """A clip of that many frames, without their pixels."""
-    return Prepared({VIDEO_COUNTS: torch.tensor([count], device="cpu")}, {"tiles": count}, frames=count)
 
 
 @dataclass(frozen=True)
@@ -142,12 +134,14 @@ class InternVLTiles(ProcessedTiles):
 
     def clip(self, frames: Frames) -> list[Prepared]:
         """A tile per frame."""
+        (sizes,) = self.clip_sizes(len(frames), *frames.size)
         tiles = self.normalization([bicubic(frame, (self.side, self.side)) for frame in frames])
-        return [frame_sizes(len(frames)).with_pixels(**{VIDEOS: tiles})]
+        return [sizes.with_pixels(**{VIDEOS: tiles})]
 
     def clip_sizes(self, num_frames: int, width: int, height: int) -> list[Prepared]:
         """A tile per frame."""
-        return [frame_sizes(num_frames)]
+        counts = {VIDEO_COUNTS: torch.tensor([num_frames], device="cpu")}
+        return [Prepared(counts, {"tiles": num_frames}, num_frames)]
 
 
 def _eager_internvl(model: Any, mm_kwargs: Inputs) -> Tensor:
@@ -198,7 +192,7 @@ class Llama4Tiles(Preparation):
 # As transformers' Llama4ImageProcessor, which needs torchvision, does it.
 
 
-def llama4_grid(width: int, height: int, tile: int, max_tiles: int) -> Grid:
+def llama4_grid(width: int, height: int, tile: int, max_tiles: int) -> CropGrid:
     """The canvas of whole tiles on which an image is shrunk least; where it could be enlarged, the one that
     enlarges it least. Among equals it is the smallest.
     """
@@ -241,9 +235,9 @@ def _eager_llama4(model: Any, mm_kwargs: Inputs) -> Tensor:
 
 
 FAMILIES = {
-    "internvl": Family(_build_internvl, InternVLTiles.read, "tiles", _eager_internvl, WHOLE_MODEL),
-    "llama4": Family(_build_llama4, Llama4Tiles.read, "tiles", _eager_llama4, WHOLE_MODEL),
+    "internvl": Family(_build_internvl, InternVLTiles.read, _eager_internvl, WHOLE_MODEL),
+    "llama4": Family(_build_llama4, Llama4Tiles.read, _eager_llama4, WHOLE_MODEL),
     "llama4_vision_model": Family(
-        hugging_face("llama4", "Llama4VisionModel"), Llama4Tiles.read, "tiles", _eager_llama4
+        hugging_face("llama4", "Llama4VisionModel"), Llama4Tiles.read, _eager_llama4
     ),
 }

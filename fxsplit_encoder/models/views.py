@@ -30,12 +30,8 @@ from fxsplit_encoder.models.family import (
     without_language_model,
 )
 from fxsplit_encoder.models.prepare import CLIP, HALF, Normalization, Preparation, Prepared, ProcessorSettings
-from fxsplit_encoder.models.tiles import Grid, cut, tile_side
-
-
-def view_sizes(tensors: dict[str, Tensor], grid: Grid) -> Prepared:
-    """An image seen as a whole and as crops, without their pixels."""
-    return Prepared(tensors, {"crops": grid})
+from fxsplit_encoder.models.tiles import cut, tile_side
+from fxsplit_encoder.towers.tiles import CropGrid
 
 
 def crop_pixels(crops: list[Image.Image], side: int, normalization: Normalization) -> Tensor:
@@ -48,6 +44,7 @@ def crop_pixels(crops: list[Image.Image], side: int, normalization: Normalizatio
 _BICUBIC = Image.Resampling.BICUBIC
 # Pixels a side: images up to it have no crops, and modes up to it that have no crops stretch images.
 _SMALL = 640
+_MOST_CROPS = 9
 
 
 def _build_deepseek_ocr(settings: Settings) -> nn.Module:
@@ -91,7 +88,6 @@ class DeepseekOcrViews(Preparation):
 
     whole: int
     crop: int
-    max_crops: int
     normalization: Normalization
 
     @classmethod
@@ -99,13 +95,16 @@ class DeepseekOcrViews(Preparation):
         """Those of the checkpoint's `base_size` and `image_size`; of the mode "Gundam" without."""
         whole = settings.get("base_size", DeepseekOcrConfig.base_size)
         crop = settings.get("image_size", DeepseekOcrConfig.image_size)
-        return cls(whole, crop, 9, HALF.updated(processor.image))
+        return cls(whole, crop, HALF.updated(processor.image))
 
     def image(self, image: Image.Image) -> Prepared:
-        """Both views."""
-        has_crops, size = self.crop != self.whole, (self.whole, self.whole)
-        crops = deepseek_crops(image, self.crop, self.max_crops) if has_crops else []
-        if has_crops or self.whole > _SMALL:
+        """Both views; the image is stretched over the crops."""
+        size, (columns, rows) = (self.whole, self.whole), self._grid(*image.size)
+        crops: list[Image.Image] = []
+        if columns * rows > 1:
+            stretched = image.resize((columns * self.crop, rows * self.crop), _BICUBIC)
+            crops = list(cut(stretched, self.crop, self.crop))
+        if self.crop != self.whole or self.whole > _SMALL:
             gray = tuple(int(255 * mean) for mean in self.normalization.mean)
             whole = ImageOps.pad(image, size, _BICUBIC, color=gray)
         else:
@@ -116,33 +115,20 @@ class DeepseekOcrViews(Preparation):
 
     def image_sizes(self, width: int, height: int) -> Prepared:
         """Both views."""
-        grid = (1, 1)
-        if self.crop != self.whole:
-            grid = deepseek_grid(width, height, self.crop, self.max_crops)
-        return view_sizes(
-            {"images_spatial_crop": torch.tensor([grid], device="cpu")},
-            grid if grid[0] * grid[1] > 1 else (0, 0),
-        )
+        grid = self._grid(width, height)
+        crops = {"crops": grid if grid[0] * grid[1] > 1 else (0, 0)}
+        return Prepared({"images_spatial_crop": torch.tensor([grid], device="cpu")}, crops)
 
+    def _grid(self, width: int, height: int) -> CropGrid:
+        """The grid of crops, as the model's own `infer` chooses it, which is InternVL's way; (1, 1), of none,
+        for a small image, whatever their size, and in a mode without crops.
+        """
+        from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import get_optimal_tiled_canvas
 
-def deepseek_grid(width: int, height: int, side: int, max_crops: int) -> Grid:
-    """The grid of crops, as the model's own `infer` chooses it, which is InternVL's way; (1, 1), of none, for
-    a small image, whatever `side`.
-    """
-    from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import get_optimal_tiled_canvas
-
-    if max(width, height) <= _SMALL:
-        return 1, 1
-    columns, rows = get_optimal_tiled_canvas((height, width), (side, side), 2, max_crops)
-    return columns, rows
-
-
-def deepseek_crops(image: Image.Image, side: int, max_crops: int) -> list[Image.Image]:
-    """The crops of `deepseek_grid`, of the image stretched over them."""
-    columns, rows = deepseek_grid(*image.size, side, max_crops)
-    if columns * rows == 1:
-        return []
-    return list(cut(image.resize((columns * side, rows * side), _BICUBIC), side, side))
+        if self.crop == self.whole or max(width, height) <= _SMALL:
+            return 1, 1
+        columns, rows = get_optimal_tiled_canvas((height, width), (self.crop, self.crop), 2, _MOST_CROPS)
+        return columns, rows
 
 
 # --- Step3 and Step-3.7
@@ -209,14 +195,28 @@ class Step3Views(Preparation):
 
     def image(self, image: Image.Image) -> Prepared:
         """Both views."""
-        whole, crops = step3_views(image, self.whole, self.crop)
+        plan = step3_plan(*image.size, self.whole, self.crop)
+        if plan.square:
+            canvas = Image.new("RGB", (max(image.size),) * 2)
+            canvas.paste(image)
+            image = canvas
+        whole = image.resize(plan.size, _BILINEAR).resize((self.whole, self.whole), _BILINEAR)
+        crops: list[Image.Image] = []
+        if plan.window:
+            cropped = image.resize(plan.crop_size, _BILINEAR)
+            width, height = (min(plan.window, side) for side in plan.crop_size)
+            crops = [each.resize((self.crop, self.crop), _BILINEAR) for each in cut(cropped, width, height)]
         pixels = {self.names[0]: crop_pixels(crops, self.crop, self.normalization)}
-        return self.image_sizes(*image.size).with_pixels(pixel_values=self.normalization([whole]), **pixels)
+        return self._sizes(plan).with_pixels(pixel_values=self.normalization([whole]), **pixels)
 
     def image_sizes(self, width: int, height: int) -> Prepared:
         """Both views."""
-        columns, rows = step3_plan(width, height, self.whole, self.crop).grid
-        return view_sizes({self.names[1]: torch.tensor([columns * rows], device="cpu")}, (columns, rows))
+        return self._sizes(step3_plan(width, height, self.whole, self.crop))
+
+    def _sizes(self, plan: Step3Plan) -> Prepared:
+        columns, rows = plan.grid
+        count = torch.tensor([columns * rows], device="cpu")
+        return Prepared({self.names[1]: count}, {"crops": (columns, rows)})
 
 
 # As transformers' Step3p7ImageProcessor, which needs torchvision, does it.
@@ -236,7 +236,7 @@ class Step3Plan:
     """Side of a crop in pixels; 0: there are none."""
 
     @property
-    def grid(self) -> Grid:
+    def grid(self) -> CropGrid:
         """Rows and columns of crops; (0, 0) without any. A side shorter than a crop is one crop."""
         if not self.window:
             return 0, 0
@@ -268,22 +268,6 @@ def step3_plan(width: int, height: int, image_size: int, crop_size: int) -> Step
     return Step3Plan(square, (width, height), (across, down), window)
 
 
-def step3_views(image: Image.Image, image_size: int, crop_size: int) -> tuple[Image.Image, list[Image.Image]]:
-    """The whole view, and the crops."""
-    plan = step3_plan(*image.size, image_size, crop_size)
-    if plan.square:
-        canvas = Image.new("RGB", (max(image.size),) * 2)
-        canvas.paste(image)
-        image = canvas
-    whole = image.resize(plan.size, _BILINEAR).resize((image_size, image_size), _BILINEAR)
-    if not plan.window:
-        return whole, []
-    cropped = image.resize(plan.crop_size, _BILINEAR)
-    width, height = (min(plan.window, side) for side in plan.crop_size)
-    crops = [crop.resize((crop_size, crop_size), _BILINEAR) for crop in cut(cropped, width, height)]
-    return whole, crops
-
-
 def _eager_step3p7(model: Any, mm_kwargs: Inputs) -> Tensor:
     """A bare tower has no method for both views."""
     counts = mm_kwargs["num_local_patches"].tolist()
@@ -301,19 +285,14 @@ _STEP3P7_VIEWS = Step3Views.reader("pixel_values_local", "num_local_patches")
 
 FAMILIES = {
     # Its model type, deepseek_vl_v2, is also that of another model.
-    "DeepseekOCRForCausalLM": Family(
-        _build_deepseek_ocr, DeepseekOcrViews.read, "tiles", prefixes=WHOLE_MODEL
-    ),
+    "DeepseekOCRForCausalLM": Family(_build_deepseek_ocr, DeepseekOcrViews.read, prefixes=WHOLE_MODEL),
     "step3_vl": Family(
-        _build_step3, Step3Views.reader("patch_pixel_values", "num_patches"), "tiles", prefixes=WHOLE_MODEL
+        _build_step3, Step3Views.reader("patch_pixel_values", "num_patches"), prefixes=WHOLE_MODEL
     ),
-    "step3p7": Family(
-        _build_step3p7, _STEP3P7_VIEWS, "tiles", _eager_step3p7, WHOLE_MODEL, renames=_STEP3P7_NAMES
-    ),
+    "step3p7": Family(_build_step3p7, _STEP3P7_VIEWS, _eager_step3p7, WHOLE_MODEL, renames=_STEP3P7_NAMES),
     "step3p5_vision": Family(
         hugging_face("step3p7", "Step3p7VisionModel"),
         _STEP3P7_VIEWS,
-        "tiles",
         _eager_step3p7,
         renames=_STEP3P7_NAMES,
     ),

@@ -32,7 +32,6 @@ FAMILIES = {
     "whisper": Family(
         hugging_face("whisper", "WhisperEncoder"),
         no_images,
-        "pieces",
         prefixes=("model.encoder.", "encoder.", ""),
         spec=whisper_spec,
         extractor=whisper_extractor,

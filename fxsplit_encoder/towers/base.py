@@ -7,7 +7,6 @@ import weakref
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
@@ -27,7 +26,7 @@ _MOST_STATES = 16
 """States of a tower whose traces are told apart, twice as many as Dynamo keeps of a function by default."""
 
 VIDEOS = "pixel_values_videos"
-"""The key of videos in `mm_kwargs`."""
+"""The key of videos in `mm_kwargs`; their grids, where they are patches, are in `video_grid_thw`."""
 
 
 class WrappedTower(nn.Module):
@@ -126,7 +125,7 @@ class WrappedTower(nn.Module):
         else:
             with torch.inference_mode(False), torch.no_grad():
                 output = self._call_compiled(call)
-        return output if call.returns_dict else _as_tuple(output)
+        return _as_tuple(output) if kwargs.get("return_dict") is False else output
 
     @not_traced
     def _call_compiled(self, call: _Call) -> Any:
@@ -145,10 +144,6 @@ class WrappedTower(nn.Module):
     def matters(self, option: str, value: Any) -> bool:
         """Whether an option changes what the forward returns."""
         return matters(option, value)
-
-    @abstractmethod
-    def call_arguments(self, mm_kwargs: Mapping[str, Any]) -> tuple[Tensor, ...]:
-        """The forward's arguments for the images of a batch."""
 
     def call_tower(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the tower itself, with its own options and attention."""
@@ -172,6 +167,11 @@ class WrappedTower(nn.Module):
             trace_equal_blocks_once(self.registered_name, self.blocks_as_traced)
 
     # --- the manager's protocol
+
+    def get_input_modality(self, mm_kwargs: dict[str, Any]) -> str:
+        """ "video" if there are videos or their grids, else what the tower takes."""
+        has_videos = any(mm_kwargs.get(name) is not None for name in (VIDEOS, "video_grid_thw"))
+        return "video" if has_videos else self.modalities[0]
 
     def get_max_frames_per_video(self) -> int:
         """Frames of the longest video; 1: there are no videos."""
@@ -256,18 +256,9 @@ _OFF = frozenset({"output_attentions", "output_hidden_states", "interpolate_pos_
 """Options that change nothing if they are False."""
 
 
-@dataclass(frozen=True, slots=True)
-class Options:
-    """Inputs that a call has by name, options that change the result, and whether the output is no tuple."""
-
-    kept: dict[str, Any]
-    changing: dict[str, Any]
-    returns_dict: bool
-
-
 def settle(
     kwargs: Mapping[str, Any], own_names: Iterable[str], matters: Callable[[str, Any], bool]
-) -> Options:
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """Splits the keyword arguments of a call into inputs (`own_names`) and options that change the result."""
     kept, changing = {}, {}
     for name, value in kwargs.items():
@@ -275,7 +266,7 @@ def settle(
             kept[name] = value
         elif name != "return_dict" and matters(name, value):
             changing[name] = value
-    return Options(kept, changing, kwargs.get("return_dict") is not False)
+    return kept, changing
 
 
 def matters(name: str, value: Any) -> bool:
@@ -300,7 +291,6 @@ def without_inference_tensors(values: Any) -> Any:
 class _Call(NamedTuple):
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    returns_dict: bool
     eager: MissReason | None = None
     """Why the tower itself serves it."""
     runs_as_it_is: bool = False
@@ -309,19 +299,19 @@ class _Call(NamedTuple):
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _settle(module: WrappedTower, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
-    options = settle(kwargs, module.input_names, module.matters)
-    if options.changing or len(args) > len(module.input_names):
-        return _Call(args, kwargs, options.returns_dict, MissReason.OPTIONS)
+    kept, changing = settle(kwargs, module.input_names, module.matters)
+    if changing or len(args) > len(module.input_names):
+        return _Call(args, kwargs, MissReason.OPTIONS)
     if foreign_around() is not None:
-        return _Call(args, kwargs, options.returns_dict, MissReason.FOREIGN_CODE)
-    if torch.is_grad_enabled() and needs_gradients([*args, *options.kept.values()], module):
-        return _Call(*module.traced_inputs(args, options.kept), options.returns_dict, runs_as_it_is=True)
-    args, kept = without_inference_tensors((args, options.kept))
+        return _Call(args, kwargs, MissReason.FOREIGN_CODE)
+    if torch.is_grad_enabled() and needs_gradients([*args, *kept.values()], module):
+        return _Call(*module.traced_inputs(args, kept), runs_as_it_is=True)
+    args, kept = without_inference_tensors((args, kept))
     # This check takes a twentieth of the time of entering both modes.
     if not (torch.is_grad_enabled() or torch.is_inference_mode_enabled()):
-        return _Call(*module.traced_inputs(args, kept), options.returns_dict, runs_as_it_is=True)
+        return _Call(*module.traced_inputs(args, kept), runs_as_it_is=True)
     with without_autograd():
-        return _Call(*module.traced_inputs(args, kept), options.returns_dict)
+        return _Call(*module.traced_inputs(args, kept))
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -13,15 +13,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.kernels.attention.hugging_face import use_varlen_attention
 from fxsplit_encoder.towers.folded import FoldedTable, resized_positions, sides_of
-from fxsplit_encoder.towers.tiles import (
-    CropGrid,
-    DenseTower,
-    TiledTower,
-    View,
-    downsampled,
-    read_counts,
-    square_view,
-)
+from fxsplit_encoder.towers.tiles import CropGrid, DenseTower, TiledTower, View, read_counts
 
 
 class DeepseekOcrTower(TiledTower):
@@ -42,12 +34,12 @@ class DeepseekOcrTower(TiledTower):
         config: Any = tower.config
         self.crop_side: int = config.image_size // config.pixels_per_feature
         side = config.base_size // config.pixels_per_feature
-        super().__init__(
-            tower,
-            whole=square_view("pixel_values", config.base_size, config.sam.patch_size, side * (side + 1)),
-            crop=square_view("images_crop", config.image_size, config.sam.patch_size, self.crop_side**2),
-            out_hidden_size=config.out_hidden_size,
-        )
+        patch_size = config.sam.patch_size
+        views = {
+            "global": _square_view("pixel_values", config.base_size, patch_size, side * (side + 1)),
+            "local": _square_view("images_crop", config.image_size, patch_size, self.crop_side**2),
+        }
+        super().__init__(tower, views, config.out_hidden_size)
 
     def crop_grids(self, mm_kwargs: dict[str, Any]) -> list[CropGrid]:
         """The crops of every image; a single one is the image itself, and is not encoded."""
@@ -108,12 +100,11 @@ class Step3VLTower(TiledTower):
 
     def __init__(self, tower: nn.Module) -> None:
         config: Any = tower.config
-        super().__init__(
-            tower,
-            whole=_step3_view("pixel_values", config.image_size, config),
-            crop=_step3_view("patch_pixel_values", config.crop_size, config),
-            out_hidden_size=config.out_hidden_size,
-        )
+        views = {
+            "global": _step3_view("pixel_values", config.image_size, config),
+            "local": _step3_view("patch_pixel_values", config.crop_size, config),
+        }
+        super().__init__(tower, views, config.out_hidden_size)
 
     def encode(self, tiles: Tensor, path: str) -> Tensor:
         """The features of tiles."""
@@ -122,8 +113,8 @@ class Step3VLTower(TiledTower):
 
 
 def _step3_view(input_name: str, size: int, config: Any) -> View:
-    tokens = downsampled(size // config.patch_size // 2) ** 2
-    return square_view(input_name, size, config.patch_size, tokens)
+    tokens = _downsampled(size // config.patch_size // 2) ** 2
+    return _square_view(input_name, size, config.patch_size, tokens)
 
 
 CROP_SIZE = 504
@@ -144,15 +135,15 @@ class Step3p7Tower(TiledTower):
         tower: Any = getattr(model, "vision_model", model)
         config = tower.config
         projector = getattr(model, "multi_modal_projector", None)
-        super().__init__(
-            tower,
-            whole=_view("pixel_values", config.image_size, config.patch_size),
-            crop=_view("pixel_values_local", crop_size, config.patch_size),
-            out_hidden_size=4 * config.hidden_size if projector is None else projector.out_features,
-            children=None
-            if projector is None
-            else {"vision_model": tower, "multi_modal_projector": projector},
-        )
+        width, children = 4 * config.hidden_size, None
+        if projector is not None:
+            width = projector.out_features
+            children = {"vision_model": tower, "multi_modal_projector": projector}
+        views = {
+            "global": _view("pixel_values", config.image_size, config.patch_size),
+            "local": _view("pixel_values_local", crop_size, config.patch_size),
+        }
+        super().__init__(tower, views, width, children)
         use_varlen_attention(tower)
         self.projects = projector is not None
         sides = sides_of((config.image_size, crop_size), config.patch_size)
@@ -207,9 +198,7 @@ class Step3p7Tiles(DenseTower):
         # Its tables become submodules of the tower, and so of this module.
         views = Step3p7Tower(tower, crop_size=size)
         view = views.views["local"]
-        super().__init__(
-            tower, tile_shape=view.shape, tokens_per_tile=view.tokens, out_hidden_size=views.out_hidden_size
-        )
+        super().__init__(tower, View("pixel_values", view.shape, view.tokens), views.out_hidden_size)
         self._features = views.plain_features
 
     def features(self, tiles: Tensor) -> Tensor:
@@ -218,4 +207,14 @@ class Step3p7Tiles(DenseTower):
 
 
 def _view(input_name: str, size: int, patch_size: int) -> View:
-    return square_view(input_name, size, patch_size, downsampled(downsampled(size // patch_size)) ** 2)
+    return _square_view(input_name, size, patch_size, _downsampled(_downsampled(size // patch_size)) ** 2)
+
+
+def _square_view(input_name: str, size: int, patch_size: int, tokens: int) -> View:
+    """Square tiles of three channels, `size` pixels per side, whose patches attend to one another."""
+    return View(input_name, (3, size, size), tokens, input_size=(size // patch_size) ** 2)
+
+
+def _downsampled(side: int) -> int:
+    """Positions per side after a convolution of 3 x 3 with stride 2 and padding 1."""
+    return (side + 1) // 2

@@ -18,7 +18,7 @@ from fxsplit_encoder.kernels.attention.hugging_face import use_dense_attention
 from fxsplit_encoder.towers.base import with_own_attention
 from fxsplit_encoder.towers.grid import rotate_pairs
 from fxsplit_encoder.towers.inputs import integer_rows, number_of, pixel_parts
-from fxsplit_encoder.towers.tiles import DenseTower
+from fxsplit_encoder.towers.tiles import DenseTower, View
 
 _CONFIGURED = ("vision_feature_layer", "vision_feature_select_strategy")
 
@@ -38,13 +38,11 @@ class InternVLTower(DenseTower):
         config = inner.config
         height, width = config.vision_config.image_size
         patch_height, patch_width = config.vision_config.patch_size
+        tokens = int((height // patch_height) * (width // patch_width) * config.downsample_ratio**2)
         super().__init__(
             inner.vision_tower,
-            tile_shape=(config.vision_config.num_channels, height, width),
-            tokens_per_tile=int(
-                (height // patch_height) * (width // patch_width) * config.downsample_ratio**2
-            ),
-            out_hidden_size=config.text_config.hidden_size,
+            View("pixel_values", (config.vision_config.num_channels, height, width), tokens),
+            config.text_config.hidden_size,
             children={name: getattr(inner, name) for name in ("vision_tower", "multi_modal_projector")},
         )
         # Not a submodule: the language model's parameters are none of this module's.
@@ -91,18 +89,13 @@ class Llama4Tower(DenseTower):
         tower: Any = getattr(model, "vision_model", model)
         projector: Any = getattr(model, "multi_modal_projector", None)
         config = tower.config
-        side = config.image_size // config.patch_size
-        super().__init__(
-            tower,
-            tile_shape=(config.num_channels, config.image_size, config.image_size),
-            tokens_per_tile=int(side**2 * config.pixel_shuffle_ratio**2),
-            out_hidden_size=config.projector_output_dim
-            if projector is None
-            else projector.linear_1.out_features,
-            children=None
-            if projector is None
-            else {"vision_model": tower, "multi_modal_projector": projector},
-        )
+        shape = config.num_channels, config.image_size, config.image_size
+        tokens = int((config.image_size // config.patch_size) ** 2 * config.pixel_shuffle_ratio**2)
+        width, children = config.projector_output_dim, None
+        if projector is not None:
+            width = projector.linear_1.out_features
+            children = {"vision_model": tower, "multi_modal_projector": projector}
+        super().__init__(tower, View("pixel_values", shape, tokens), width, children)
         self.projects = projector is not None
         _use_real_rotary(tower)
 
@@ -183,12 +176,9 @@ class Idefics3Tower(DenseTower):
 
     def __init__(self, tower: nn.Module, height: int, width: int, layers: Sequence[int | None]) -> None:
         config: Any = tower.config
-        super().__init__(
-            tower,
-            tile_shape=(config.num_channels, height, width),
-            tokens_per_tile=(height // config.patch_size) * (width // config.patch_size) * len(layers),
-            out_hidden_size=config.hidden_size,
-        )
+        tokens = (height // config.patch_size) * (width // config.patch_size) * len(layers)
+        view = View("pixel_values", (config.num_channels, height, width), tokens)
+        super().__init__(tower, view, config.hidden_size)
         self.layers = layers
         self.has_plain_blocks = [*layers] == [None]  # hidden states are what blocks return
         use_dense_attention(tower)
@@ -216,24 +206,15 @@ class Idefics3Tower(DenseTower):
 @torch.no_grad()
 def _positions(embeddings: Any, shape: tuple[int, ...]) -> Tensor:
     """The tower's positions for an image without padding, rounded in the dtype of the pixels."""
-    recording, recorder = linked_copy(embeddings), _Recorder()
-    recording.position_embedding = recorder
+    recording, looked_up = linked_copy(embeddings), list[Tensor]()
+    table: Any = recording.position_embedding
+    table.register_forward_pre_hook(lambda module, args: looked_up.extend(args))
     weight: Tensor = embeddings.patch_embedding.weight
     channels, height, width = shape
     side = embeddings.patch_size
     mask = torch.ones(1, height // side, width // side, dtype=torch.bool, device=weight.device)
     recording(weight.new_zeros(1, channels, height, width), mask)
-    return recorder.positions
-
-
-class _Recorder(nn.Module):
-    """Replaces a position table and records the positions that are looked up."""
-
-    positions: Tensor
-
-    def forward(self, positions: Tensor) -> Tensor:
-        self.positions = positions
-        return positions.new_zeros(*positions.shape, 1, dtype=torch.float32)
+    return looked_up[0]
 
 
 # --- SigLIP 2: images of up to a number of patches, each of its own shape
@@ -245,7 +226,7 @@ _PLACE = 8
 
 
 class Siglip2Tower(DenseTower):
-    """Wraps `Siglip2VisionModel`. A tile is an image as (1, patches, columns), made by `images`: each patch's
+    """Wraps `Siglip2VisionModel`. A tile is an image as (1, patches, columns), see `siglip2_tiles`: a patch's
     features, its place in an image of this shape, and whether it exists. `patches` is the number to which the
     image processor pads. An embedding is (patches + 1, hidden_size): the last hidden state, and the pooled
     one if the tower has a head.
@@ -263,17 +244,12 @@ class Siglip2Tower(DenseTower):
     def __init__(self, tower: nn.Module, patches: int, *, pooled_alone: bool = False) -> None:
         config: Any = tower.config
         self.patch_features: int = config.num_channels * config.patch_size**2
-        self.width: int = config.hidden_size
         pools = bool(getattr(tower, "use_head", True))
         if pooled_alone and not pools:
             raise InputError("pooled_alone: expected a tower with a head; got one without")
-        super().__init__(
-            tower,
-            tile_shape=(1, patches, self.patch_features + _PLACE + 1),
-            tokens_per_tile=1 if pooled_alone else patches + pools,
-            out_hidden_size=self.width,
-        )
-        self.patches = patches
+        shape = (1, patches, self.patch_features + _PLACE + 1)
+        view = View("pixel_values", shape, 1 if pooled_alone else patches + pools)
+        super().__init__(tower, view, config.hidden_size)
         self.pools, self.pooled_alone = pools, pooled_alone
         use_dense_attention(tower)
 
@@ -315,21 +291,22 @@ class Siglip2Tower(DenseTower):
         pooled: Tensor = attended + head.mlp(head.layernorm(attended))
         return pooled[:, 0]
 
-    @torch.no_grad()
-    def images(self, pixels: Tensor, mask: Tensor, shapes: Sequence[tuple[int, int]]) -> Tensor:
-        """(images, 1, patches, columns) of pixels (images, patches, features), a mask (images, patches) of
-        those that exist, and rows and columns of every image.
-        """
-        weight: Tensor = self.tower.embeddings.patch_embedding.weight
-        places = torch.stack([places_of(*s, self.patches, weight.dtype, weight.device) for s in shapes])
-        own = mask.to(weight.device, weight.dtype)[..., None]
-        return torch.cat([pixels.to(weight.device, weight.dtype), places, own], dim=-1)[:, None]
+
+@torch.no_grad()
+def siglip2_tiles(
+    pixels: Tensor, mask: Tensor, shapes: Sequence[Sequence[int]], like: Tensor | None = None
+) -> Tensor:
+    """(images, 1, patches, columns) of pixels (images, patches, features), a mask (images, patches) of those
+    that exist, and rows and columns of every image; float32 on the CPU, or in the dtype of `like` on its
+    device.
+    """
+    dtype, device = (torch.float32, "cpu") if like is None else (like.dtype, like.device)
+    places = torch.stack([_places_of(*s, pixels.shape[1], dtype, device) for s in shapes])
+    return torch.cat([pixels.to(device, dtype), places, mask.to(device, dtype)[..., None]], dim=-1)[:, None]
 
 
 @functools.lru_cache(maxsize=512)
-def places_of(
-    height: int, width: int, patches: int, dtype: torch.dtype = torch.float32, device: Any = "cpu"
-) -> Tensor:
+def _places_of(height: int, width: int, patches: int, dtype: torch.dtype, device: Any) -> Tensor:
     """(patches, digits) of an image of `height` rows of `width` patches, and `patches` after padding: where
     the patches are; those that are none lie at the first.
     """

@@ -42,7 +42,7 @@ class RasterTower(PackedTower):
         super().__init__(
             tower, merge_size=height, patch_features=3 * patch_size**2, out_hidden_size=out_hidden_size
         )
-        self.patch_shape = (3, patch_size, patch_size)
+        self.patch_view = (-1, 3, patch_size, patch_size)
         self.table_shape = table_shape
 
     def metadata(self, grids: Sequence[Grid]) -> dict[str, Tensor]:
@@ -51,15 +51,6 @@ class RasterTower(PackedTower):
             grids, self.table_shape, merge_size=1, align_corners=False, mode="bicubic"
         )
         return {**table, "merge_permutation": grids_of.merge_permutation(grids, self.merge_size)}
-
-    def example_inputs(self) -> tuple[Tensor, Tensor]:
-        """Patches as images, and a grid."""
-        patches, grid = super().example_inputs()
-        return self.as_images(patches), grid
-
-    def as_images(self, patches: Tensor) -> Tensor:
-        """Flattened patches as (patches, 3, patch_size, patch_size)."""
-        return patches.view(patches.shape[0], *self.patch_shape)
 
 
 class KimiVLTower(RasterTower):
@@ -94,7 +85,7 @@ class KimiVLTower(RasterTower):
 
     def core(self, pixel_values: Tensor, cu_seqlens: Tensor, metadata: dict[str, Tensor]) -> Tensor:
         """The tower and its projector past the host metadata."""
-        result: Tensor = self.tower(self.as_images(pixel_values), cu_seqlens, **metadata)
+        result: Tensor = self.tower(self.viewed(pixel_values), cu_seqlens, **metadata)
         return result
 
     def packed_output(self, output: Tensor) -> Tensor:
@@ -154,7 +145,7 @@ class KimiK25Tower(RasterTower):
         table = positions.position_embeddings.flatten(0, 1)
         pos = resample(table, metadata["interp_indices"], metadata["interp_weights"])
         pos = pos + F.embedding(metadata["frame_index"], positions.time_position_embeddings)
-        hidden = tower.patch_embed.proj(self.as_images(pixel_values)).flatten(1)
+        hidden = tower.patch_embed.proj(self.viewed(pixel_values)).flatten(1)
         hidden = hidden + pos.to(hidden.dtype)
         position_ids = metadata["position_ids"]
         if self.transposes_positions:

@@ -87,6 +87,8 @@ class PackedTower(WrappedTower):
         self.merge_size = merge_size
         self.rows_per_token: int = merge_size**2
         self.patch_features = patch_features
+        self.patch_view: tuple[int, ...] = (-1, patch_features)
+        """Sizes of patches as the tower's forward takes them; -1: their number."""
         self.out_hidden_size = out_hidden_size
         self._known_requests = _KnownRequests()
         self._device_metadata = DeviceMetadata()
@@ -177,27 +179,21 @@ class PackedTower(WrappedTower):
                     "other items"
                 )
         inputs.check_given(mm_kwargs, itertools.chain(*self.input_keys), type(self).__name__)
-        grids: list[Grid] = []
-        counts: list[int] = []
+        grids: list[list[Grid]] = []
         patches: list[Tensor] = []
         missing = None
         for key, grid_key in self.input_keys:
-            given = mm_kwargs.get(key)
-            own: list[Grid] = []
-            if mm_kwargs.get(grid_key) is not None:
-                parts = inputs.pixel_parts(given, key, self.check_patches)
-                rows = None if given is None else sum(part.shape[0] for part in parts)
-                claim = f"{key}: {grid_key} describes"
-                own = self.grids_of_rows(mm_kwargs[grid_key], grid_key, rows, claim)
-                patches += parts
-                if missing is None and given is None:
-                    missing = key, grid_key
-            grids += own
-            counts.append(len(own))
-        for key, grid_key in self.input_keys:
-            if mm_kwargs.get(key) is not None and mm_kwargs.get(grid_key) is None:
+            given, described = mm_kwargs.get(key), mm_kwargs.get(grid_key)
+            if given is not None and described is None:
                 raise InputError(f"{grid_key}: expected the grids of {key}; got None; pass both or neither")
-        return _Request(_Described(tuple(grids), counts[0], missing), patches, False)
+            parts = inputs.pixel_parts(given, key, self.check_patches)
+            patches += parts
+            rows = None if given is None else sum(part.shape[0] for part in parts)
+            if described is not None and given is None:
+                missing = missing or (key, grid_key)
+            claim = f"{key}: {grid_key} describes"
+            grids.append([] if described is None else self.grids_of_rows(described, grid_key, rows, claim))
+        return _Request(_Described(tuple(itertools.chain(*grids)), len(grids[0]), missing), patches, False)
 
     def check_patches(self, patches: Any, name: str) -> None:
         """Raises InputError unless patches are a tensor of (patches, features), in any shape of features."""
@@ -234,6 +230,10 @@ class PackedTower(WrappedTower):
         flat = [part.flatten(1) if part.dim() > 2 else part for part in patches]
         return flat or [torch.zeros(0, self.patch_features, dtype=torch.float32, device="cpu")]
 
+    def viewed(self, patches: Tensor) -> Tensor:
+        """Flattened patches in the shape that the tower takes."""
+        return patches.view([patches.shape[0] if size == -1 else size for size in self.patch_view])
+
     # --- the module
 
     def own_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
@@ -244,12 +244,6 @@ class PackedTower(WrappedTower):
                 raise InputError(f"{name}: expected a tensor; got None")
         patches, grid = (values[name] for name in self.input_names)
         return patches, grid
-
-    def call_arguments(self, mm_kwargs: Mapping[str, Any]) -> tuple[Tensor, ...]:
-        """Patches in one tensor, and grids."""
-        patches, grids = (mm_kwargs[name] for name in self.input_keys[0])
-        joined = patches if isinstance(patches, Tensor) else torch.cat(patches)
-        return joined, torch.tensor(grids, device="cpu")
 
     def traced_inputs(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -297,7 +291,7 @@ class PackedTower(WrappedTower):
     def example_inputs(self) -> tuple[Tensor, Tensor]:
         """Patches and the grid of one image of the smallest budget's size."""
         rows = self.min_item_tokens * self.rows_per_token
-        patches = example_values((rows, self.patch_features), self.device, self.dtype)
+        patches = self.viewed(example_values((rows, self.patch_features), self.device, self.dtype))
         return patches, torch.tensor([[1, self.merge_size, rows // self.merge_size]], device="cpu")
 
     # --- the manager's protocol
@@ -310,10 +304,6 @@ class PackedTower(WrappedTower):
             out_hidden_size=self.out_hidden_size,
             max_frames_per_video=self.max_frames_per_video,
         )
-
-    def get_input_modality(self, mm_kwargs: dict[str, Any]) -> str:
-        """ "video" if there are videos, else "image"."""
-        return "video" if mm_kwargs.get("video_grid_thw") is not None else "image"
 
     def get_encoder_cudagraph_budget_range(self, vllm_config: Any) -> tuple[int, int]:
         """The smallest and the largest useful budget, in output tokens."""

@@ -16,7 +16,7 @@ from fxsplit_encoder.messages import shown
 from fxsplit_encoder.towers.base import is_hugging_face
 from fxsplit_encoder.towers.packed import PackedTower
 from fxsplit_encoder.towers.rules import GridTower, grid_argument
-from fxsplit_encoder.towers.tiles import DenseTower, TiledTower
+from fxsplit_encoder.towers.tiles import DenseTower, TiledTower, View
 
 
 @dataclass(frozen=True)
@@ -56,36 +56,23 @@ class DenseTowerSpec:
         return features[:, self.rows]
 
     def __post_init__(self) -> None:
-        sizes = {
-            "image_shape": self.image_shape,
-            "tokens_per_image": self.tokens_per_image,
-            "hidden_size": self.hidden_size,
-        }
         dimensions = {"image": 3, "audio": 2}.get(self.modality)
         if dimensions is None:
             raise InputError(f"DenseTowerSpec.modality: expected image or audio; got {shown(self.modality)}")
-        for name, value in sizes.items():
-            numbers = value if isinstance(value, tuple) else (value,)
-            if any(number < 1 for number in numbers) or (
-                name == "image_shape" and len(numbers) != dimensions
-            ):
-                raise InputError(
-                    f"DenseTowerSpec.{name}: expected positive sizes, for an image three, for audio two; got "
-                    f"{value}"
-                )
+        sizes = (*self.image_shape, self.tokens_per_image, self.hidden_size)
+        if len(self.image_shape) != dimensions or min(sizes) < 1:
+            raise InputError(
+                f"DenseTowerSpec: expected positive numbers, {dimensions} of them in image_shape; got "
+                f"{self.image_shape}, {self.tokens_per_image} and {self.hidden_size}"
+            )
 
 
 class GenericTower(DenseTower):
     """Wraps a module by its `DenseTowerSpec`; called, it is that module."""
 
     def __init__(self, tower: nn.Module, spec: DenseTowerSpec) -> None:
-        super().__init__(
-            tower,
-            tile_shape=spec.image_shape,
-            tokens_per_tile=spec.tokens_per_image,
-            out_hidden_size=spec.hidden_size,
-            input_name=spec.input_name,
-        )
+        view = View(spec.input_name, spec.image_shape, spec.tokens_per_image)
+        super().__init__(tower, view, spec.hidden_size)
         self.spec = spec
         self.modalities = (spec.modality,)
         self.declares_padding = spec.declares_padding
@@ -103,8 +90,8 @@ class GenericTower(DenseTower):
 
 
 # The file and the adapter of a tower's class, by name: a model family is imported when it is used.
-_QWEN25 = ("Exaone4_5_VisionModel", "Qwen2_5OmniVisionEncoder", "Qwen2_5_VisionTransformerPretrainedModel")
-_QWEN3 = ("Qwen3_5MoeVisionModel", "Qwen3_5VisionModel", "Qwen3VLMoeVisionModel", "Qwen3VLVisionModel")
+QWEN25 = ("Exaone4_5_VisionModel", "Qwen2_5OmniVisionEncoder", "Qwen2_5_VisionTransformerPretrainedModel")
+QWEN3 = ("Qwen3_5MoeVisionModel", "Qwen3_5VisionModel", "Qwen3VLMoeVisionModel", "Qwen3VLVisionModel")
 _ADAPTERS = {
     "DeepseekOcrVisionModel": ("cropped", "DeepseekOcrTower"),
     **dict.fromkeys(("Glm4vMoeVisionModel", "Glm4vVisionModel"), ("qwen_vl", "Glm4vTower")),
@@ -113,8 +100,8 @@ _ADAPTERS = {
     "Kimi_K25VisionModel": ("kimi", "KimiK25Tower"),
     **dict.fromkeys(("Llama4ForConditionalGeneration", "Llama4VisionModel"), ("dense", "Llama4Tower")),
     "Qwen2VisionTransformerPretrainedModel": ("qwen_vl", "Qwen2VLTower"),
-    **dict.fromkeys(_QWEN25, ("qwen_vl", "Qwen25VLTower")),
-    **dict.fromkeys(_QWEN3, ("qwen_vl", "Qwen3VLTower")),
+    **dict.fromkeys(QWEN25, ("qwen_vl", "Qwen25VLTower")),
+    **dict.fromkeys(QWEN3, ("qwen_vl", "Qwen3VLTower")),
     "Step3VisionModel": ("cropped", "Step3VLTower"),
     **dict.fromkeys(("Step3p7Model", "Step3p7VisionModel"), ("cropped", "Step3p7Tower")),
 }

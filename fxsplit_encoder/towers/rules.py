@@ -113,7 +113,7 @@ def look_at_grids(tower: nn.Module) -> GridLook:
     try:
         with torch.inference_mode(False), torch.no_grad(), OnMeta():
             moved = {name: value.to(adapter.device) for name, value in values.items()}
-            pixels = _empty(tower, (math.prod(grid), adapter.patch_features))
+            pixels = zeros_for(tower, math.prod(grid), adapter.patch_features)
             adapter.core(pixels, moved.pop(_SEGMENTS), moved)
     except MODEL_ERRORS as error:
         raise UnsupportedTowerError(
@@ -123,7 +123,8 @@ def look_at_grids(tower: nn.Module) -> GridLook:
     return look
 
 
-def _empty(tower: nn.Module, shape: Sequence[int]) -> Tensor:
+def zeros_for(tower: nn.Module, *shape: int) -> Tensor:
+    """An input of zeros in the dtype of the parameters, on their device."""
     parameter = next(tower.parameters())
     return torch.zeros(shape, dtype=parameter.dtype, device=parameter.device)
 
@@ -142,7 +143,7 @@ def _call(
     grids = torch.tensor([grid], device="cpu")
     errors = ["it has no layer that takes patches"]
     for view in views:
-        pixels = _empty(twin, (math.prod(grid), -math.prod(view))).view(view)
+        pixels = zeros_for(twin, math.prod(grid), -math.prod(view)).view(view)
         try:
             with torch.inference_mode(False), torch.no_grad(), OnMeta():
                 given = {name: pixels, grid_name: grids if pixels.is_meta else grids.to(pixels.device)}
@@ -245,6 +246,7 @@ class GridTower(PackedTower):
             patch_features=-math.prod(look.patches),
             out_hidden_size=sum(width for _, width in look.fields),
         )
+        self.patch_view = look.patches
 
     def metadata(self, grids: Sequence[Grid]) -> dict[str, Tensor]:
         """Computes metadata by the tower's own functions, for each frame or item in order."""
@@ -258,10 +260,6 @@ class GridTower(PackedTower):
                     found[name] = torch.from_numpy(np.concatenate([part[name] for part in parts]))
         return found
 
-    def viewed(self, patches: Tensor) -> Tensor:
-        """Flattened patches in the shape that the tower takes."""
-        return patches.view(self.look.patches)
-
     def flattened(self, patches: Tensor) -> Tensor:
         """The same without the dimension of a batch of one."""
         return patches.flatten(0, 1) if self.look.patches[0] == 1 and patches.dim() > 2 else patches
@@ -270,11 +268,6 @@ class GridTower(PackedTower):
         """As `PackedTower`, without that dimension."""
         patches, grid = super().own_inputs(args, kwargs)
         return self.flattened(patches), grid
-
-    def example_inputs(self) -> tuple[Tensor, Tensor]:
-        """Patches in this shape, and a grid."""
-        patches, grid = super().example_inputs()
-        return self.viewed(patches), grid
 
     def core(self, pixel_values: Tensor, cu_seqlens: Tensor, metadata: dict[str, Tensor]) -> Any:
         """The tower's forward with the host's metadata in place of grids."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, ClassVar
 
@@ -59,13 +59,11 @@ class View:
     """Output rows of a tile."""
     input_size: int = 1
     """Patches of a tile, added to its item's `input_size`."""
-    optional: bool = False
-    """Whether an item may have no such tiles."""
 
 
 class TileTower(WrappedTower):
     """The base of both, with the tiles of every path as `views`; the module's own forward takes those of the
-    first. A subclass gives `encode`, `tiles`, and the sizes of items.
+    first, of the others an item may have none. A subclass gives `encode`, `tiles`, and the sizes of items.
     """
 
     attends_with_mask: bool = False
@@ -85,10 +83,6 @@ class TileTower(WrappedTower):
         self.input_names = (self.first_view.input_name,)
         self.out_hidden_size = out_hidden_size
         self.fold_tables()
-
-    def call_arguments(self, mm_kwargs: Mapping[str, Any]) -> tuple[Tensor, ...]:
-        """The tiles of the first view."""
-        return (mm_kwargs[self.first_view.input_name],)
 
     def traced_inputs(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -144,16 +138,12 @@ class TileTower(WrappedTower):
             modalities=list(self.modalities),
             buffer_keys=[view.input_name for view in self.views.values()],
             out_hidden_size=self.out_hidden_size,
-            max_frames_per_video=self.get_max_frames_per_video(),
+            max_frames_per_video=self.max_frames_per_video,
             paths={
-                path: EncoderCudaGraphPathConfig(view.tokens, allow_zero_tokens=view.optional)
+                path: EncoderCudaGraphPathConfig(view.tokens, allow_zero_tokens=view is not self.first_view)
                 for path, view in self.views.items()
             },
         )
-
-    def get_input_modality(self, mm_kwargs: dict[str, Any]) -> str:
-        """ "video" if there are videos, else what the tower takes."""
-        return "video" if mm_kwargs.get(VIDEOS) is not None else self.modalities[0]
 
     def get_encoder_cudagraph_budget_range(self, vllm_config: Any) -> tuple[int, int]:
         """The output tokens of one tile, and those of the largest batch worth capturing."""
@@ -218,10 +208,8 @@ class DenseTower(TileTower):
 
     Args:
         tower, children: as of `WrappedTower`.
-        tile_shape: channels, height and width of a tile; mel bins and frames of audio.
-        tokens_per_tile: rows of output that a tile gives.
+        view: the tiles; its `input_name` is also the name of the forward's first argument.
         out_hidden_size: columns of the output.
-        input_name: the tiles' key in `mm_kwargs`, and the name of the forward's first argument.
     """
 
     count_keys: ClassVar[tuple[str, ...]] = ("num_patches", "image_num_patches")
@@ -231,18 +219,14 @@ class DenseTower(TileTower):
     def __init__(
         self,
         tower: nn.Module,
-        *,
-        tile_shape: tuple[int, ...],
-        tokens_per_tile: int,
+        view: View,
         out_hidden_size: int,
-        input_name: str = "pixel_values",
         children: Mapping[str, nn.Module] | None = None,
     ) -> None:
-        views = {"default": View(input_name, tile_shape, tokens_per_tile)}
-        super().__init__(tower, views, out_hidden_size, children)
-        self.tile_shape = tile_shape
-        self.tokens_per_tile = tokens_per_tile
-        self.input_name = input_name
+        super().__init__(tower, {"default": view}, out_hidden_size, children)
+        if "video" in self.modalities:
+            self.max_frames_per_video = self.max_tiles  # a frame is a tile
+        self.input_name, self.tile_shape, self.tokens_per_tile = view.input_name, view.shape, view.tokens
 
     # --- methods of adapters
 
@@ -277,10 +261,6 @@ class DenseTower(TileTower):
         return features.flatten(0, 1)
 
     # --- the manager's protocol
-
-    def get_max_frames_per_video(self) -> int:
-        """Frames of the longest video that a budget holds; they are tiles."""
-        return self.max_tiles if "video" in self.modalities else 1
 
     def get_encoder_cudagraph_item_specs(self, mm_kwargs: dict[str, Any]) -> list[EncoderItemSpec]:
         """Tiles and output tokens of every item; tiles may be missing. InputError if inputs disagree."""
@@ -437,18 +417,6 @@ class TiledTower(TileTower):
     count_key: ClassVar[str]
     """The key in `mm_kwargs` of the number of crops of every image."""
 
-    def __init__(
-        self,
-        tower: nn.Module,
-        *,
-        whole: View,
-        crop: View,
-        out_hidden_size: int,
-        children: Mapping[str, nn.Module] | None = None,
-    ) -> None:
-        views = {"global": whole, "local": replace(crop, optional=True)}
-        super().__init__(tower, views, out_hidden_size, children)
-
     # --- methods of adapters
 
     def crop_grids(self, mm_kwargs: dict[str, Any]) -> list[CropGrid]:
@@ -601,13 +569,3 @@ def _real_crops(given: Any, parts: Sequence[Tensor], counts: Sequence[int]) -> l
         if total == starts[-1]:
             return rows_of(parts, starts, [image for image, count in enumerate(counts) if count])
     return [part for part in parts if part.shape[0]]
-
-
-def square_view(input_name: str, size: int, patch_size: int, tokens: int) -> View:
-    """Square tiles of three channels, `size` pixels per side, whose patches attend to one another."""
-    return View(input_name, (3, size, size), tokens, input_size=(size // patch_size) ** 2)
-
-
-def downsampled(side: int) -> int:
-    """Positions per side after a convolution of 3 x 3 with stride 2 and padding 1."""
-    return (side + 1) // 2

@@ -24,7 +24,7 @@ from fxsplit_encoder.hugging_face.lifecycle import find_towers
 from fxsplit_encoder.hugging_face.rules import is_named
 from fxsplit_encoder.planning.plan import MissReason
 from fxsplit_encoder.towers.grid import count_patches
-from fxsplit_encoder.towers.rules import MODEL_ERRORS, GridTower, arguments_of
+from fxsplit_encoder.towers.rules import MODEL_ERRORS, arguments_of
 
 from .comparisons import tensors
 from .tiny_configs import auto_classes, build, model_types
@@ -117,11 +117,7 @@ def inputs_of_grids(tower: nn.Module) -> Iterator[dict[str, Any]]:
     ):
         generator = torch.Generator().manual_seed(number)
         patches = torch.randn(count_patches(grids), adapter.patch_features, generator=generator)
-        own = adapter.example_inputs()[0]
-        patches = (
-            adapter.viewed(patches) if isinstance(adapter, GridTower) else patches.view(-1, *own.shape[1:])
-        )
-        yield {name: patches, grid_name: torch.tensor(grids)}
+        yield {name: adapter.viewed(patches), grid_name: torch.tensor(grids)}
 
 
 def whole_calls(model: Any, found: Any, inputs: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -315,7 +315,7 @@ def test_limits_hold_for_what_an_item_becomes() -> None:
 def test_elongated_images_are_refused_by_their_size() -> None:
     thin = MediaItem("image", noise(8, 2000))
     for ask in (processor_of("qwen3_vl").count_tokens, processor_of("qwen3_vl").prepare):
-        with pytest.raises(MediaError, match="8 x 2000 pixels; expected an aspect ratio of at most 200"):
+        with pytest.raises(MediaError, match=r"8 x 2000 pixels: .* aspect ratio must be smaller than 200"):
             ask(thin)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +17,14 @@ from transformers.image_utils import SizeDict
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.models.eager import share_weights
-from fxsplit_encoder.models.kimi import padded_size
+from fxsplit_encoder.models.kimi import RasterPatches
 from fxsplit_encoder.models.load import load_tower
 from fxsplit_encoder.models.patches import patchify
 from fxsplit_encoder.models.prepare import HALF, ProcessorSettings, load_inputs
 from fxsplit_encoder.models.random import draw_weights
 from fxsplit_encoder.models.registry import FAMILIES
 from fxsplit_encoder.models.tiles import cut, llama4_grid, llama4_tiles
-from fxsplit_encoder.models.views import Step3Plan, deepseek_crops, deepseek_grid, step3_plan, step3_views
+from fxsplit_encoder.models.views import DeepseekOcrViews, Step3Plan, Step3Views, step3_plan
 
 from .checkpoints import CHECKPOINTS, CPU, STACK, clip, save
 from .processors import library, noise
@@ -41,10 +42,10 @@ from .processors import library, noise
     ],
 )
 def test_large_pages_are_cut(size: tuple[int, int], side: int, grid: tuple[int, int]) -> None:
-    assert deepseek_grid(*size, side, 9) == grid
-    crops = deepseek_crops(noise(*size), side, 9)
-    assert len(crops) == (grid[0] * grid[1] if grid != (1, 1) else 0)
-    assert {crop.size for crop in crops} <= {(side, side)}
+    tensors = DeepseekOcrViews(1280, side, HALF).image(noise(*size)).tensors
+    assert tensors["images_spatial_crop"].tolist() == [[*grid]]
+    count = grid[0] * grid[1] if grid != (1, 1) else 0
+    assert tensors["images_crop"].shape == (count, 3, side, side)
 
 
 @pytest.mark.parametrize(
@@ -134,12 +135,10 @@ def test_step3_has_the_librarys_plan(width: int, height: int) -> None:
     plan = step3_plan(width, height, 728, 504)
     assert plan == Step3Plan(expected[5], expected[0], expected[1], expected[2])
     if max(plan.size) <= 1500:
-        grid = plan.grid
-        whole, crops = step3_views(Image.new("RGB", (width, height)), 728, 504)
-        assert grid == (expected[3:5] if plan.window else (0, 0))
-        assert whole.size == (728, 728)
-        assert len(crops) == grid[0] * grid[1]
-        assert {crop.size for crop in crops} <= {(504, 504)}
+        assert plan.grid == (expected[3:5] if plan.window else (0, 0))
+        made = Step3Views(728, 504, ("crops", "count"), HALF).image(Image.new("RGB", (width, height))).tensors
+        assert made["pixel_values"].shape == (1, 3, 728, 728)
+        assert made["crops"].shape == (math.prod(plan.grid), 3, 504, 504)
 
 
 @torch.no_grad()
@@ -170,7 +169,8 @@ NAVIT = library("kimi_k25.image_processing_kimi_k25", "navit_resize")
 @given(sides, sides, st.sampled_from([64, 4096, 16384]), st.sampled_from([16, 512]))
 def test_moonvit_fits_as_the_library_does(height: int, width: int, max_patches: int, max_side: int) -> None:
     expected = NAVIT["navit_resize"](height, width, 14, 2, max_patches, max_side)
-    assert padded_size(height, width, 14, 2, max_patches, max_side) == expected
+    fitted, (_, *padded) = RasterPatches(max_side=max_side).fit(1, width, height, max_patches)
+    assert (fitted[::-1], tuple(14 * side for side in padded)) == expected
 
 
 def test_patches_in_raster_order() -> None:

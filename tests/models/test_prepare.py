@@ -273,7 +273,7 @@ def test_frames_are_resized_as_the_video_processor_does(
     try:
         expected = resize_of(module)(processor, video, size, None, **options)
     except ValueError:
-        with pytest.raises(InputError, match="aspect ratio of at most 200"):
+        with pytest.raises(InputError, match="aspect ratio must be smaller than 200"):
             video_frame_size(frames, height, width, form)
         return
     assert video_frame_size(frames, height, width, form) == expected
