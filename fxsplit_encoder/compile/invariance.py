@@ -18,7 +18,7 @@ from fxsplit_encoder.compile.options import host_op
 from fxsplit_encoder.compile.padding import PaddingReport
 from fxsplit_encoder.compile.padding.rules import CONSTRUCTORS, COPIES, MOVERS
 from fxsplit_encoder.compile.padding.states import is_pointwise, operation
-from fxsplit_encoder.compile.passes.fixed_products import of_parameters
+from fxsplit_encoder.compile.passes.own_kernels import of_parameters
 from fxsplit_encoder.compile.rewriting import arguments_of
 from fxsplit_encoder.compile.sizes import shape_exprs
 from fxsplit_encoder.errors import ConfigError

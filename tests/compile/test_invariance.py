@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from fxsplit_encoder.compile.invariance import check_proof, check_rows, row_dependence
 from fxsplit_encoder.compile.padding import PaddingReport
-from fxsplit_encoder.compile.passes.fixed_products import fixed_products
+from fxsplit_encoder.compile.passes.own_kernels import fixed_products
 from fxsplit_encoder.errors import ConfigError
 
 from .passes.aten_graphs import Graph, WithParameters, aten_graph

@@ -1,4 +1,4 @@
-"""Graph passes: rewrites of the ATen graph before it is split, each in a file of its own.
+"""Graph passes: rewrites of the ATen graph before it is split.
 
 A pass returns the number of places that it changed; its docstring says why the results stay the same.
 """
@@ -11,15 +11,13 @@ import torch
 from torch import fx
 
 from fxsplit_encoder.compile.layouts import keeping_layouts
+from fxsplit_encoder.compile.passes.activations import gelu_epilogue, measured_activations
 from fxsplit_encoder.compile.passes.conv_to_linear import conv_to_linear
 from fxsplit_encoder.compile.passes.decomposed_bias import decomposed_bias
-from fxsplit_encoder.compile.passes.dense_attention import dense_attention
-from fxsplit_encoder.compile.passes.fixed_products import fixed_products
 from fxsplit_encoder.compile.passes.folded_adapters import folded_adapters
-from fxsplit_encoder.compile.passes.gelu_epilogue import gelu_epilogue
-from fxsplit_encoder.compile.passes.measured_activations import measured_activations
 from fxsplit_encoder.compile.passes.merged_projections import merged_projections
 from fxsplit_encoder.compile.passes.output_branch import output_branch
+from fxsplit_encoder.compile.passes.own_kernels import dense_attention, fixed_products
 from fxsplit_encoder.compile.passes.pad_mlp_width import pad_mlp_width
 from fxsplit_encoder.compile.passes.wide_heads import stored_width, wide_heads
 from fxsplit_encoder.errors import ConfigError

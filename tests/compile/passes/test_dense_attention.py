@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from fxsplit_encoder.compile.options import DENSE_ATTENTION, splitting_targets
-from fxsplit_encoder.compile.passes.dense_attention import dense_attention
+from fxsplit_encoder.compile.passes.own_kernels import dense_attention
 from fxsplit_encoder.kernels.attention import dense_attention as op
 
 from .aten_graphs import aten_graph, rewritten

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fxsplit_encoder.compile.passes.fixed_products import fixed_products
-from fxsplit_encoder.compile.passes.gelu_epilogue import gelu_epilogue
+from fxsplit_encoder.compile.passes.activations import gelu_epilogue
+from fxsplit_encoder.compile.passes.own_kernels import fixed_products
 from fxsplit_encoder.kernels.attention import dense_attention
 from fxsplit_encoder.kernels.products.fixed import fixed_linear
 

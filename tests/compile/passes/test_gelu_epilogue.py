@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fxsplit_encoder.compile.passes.gelu_epilogue import addmm_gelu, gelu_epilogue
+from fxsplit_encoder.compile.passes.activations import addmm_gelu, gelu_epilogue
 
 from .aten_graphs import Mlp, Using, rewritten, tanh_gelu
 

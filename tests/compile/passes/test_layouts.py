@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from fxsplit_encoder.compile.passes import PASSES
-from fxsplit_encoder.compile.passes.fixed_products import fixed_products
+from fxsplit_encoder.compile.passes.own_kernels import fixed_products
 from fxsplit_encoder.compile.rewriting import mark_cuts
 from fxsplit_encoder.kernels.attention import dense_attention, varlen_attention
 

@@ -8,8 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fxsplit_encoder.compile.passes.gelu_epilogue import gelu_epilogue
-from fxsplit_encoder.compile.passes.measured_activations import measured_activations
+from fxsplit_encoder.compile.passes.activations import gelu_epilogue, measured_activations
 from fxsplit_encoder.compile.passes.pad_mlp_width import pad_mlp_width
 from fxsplit_encoder.kernels.products.measured import linear
 
