@@ -82,7 +82,9 @@ class CapturedTower:
         self.calls: Any = None
         self.refusal: tuple[MissReason, str] | None = None
         """Why nothing is captured, as a reason and as text."""
-        if not is_in_one_place(tower):
+        devices = {parameter.device for parameter in tower.parameters()}
+        # Parameters that accelerate offloads are on meta between two calls.
+        if len(devices) != 1 or next(iter(devices)).type == "meta":
             self.refusal = (MissReason.OFFLOADED, "its parameters are not all on one device")
         elif (foreign := foreign_code(tower, self.structure)) is not None:
             self.refusal = (MissReason.FOREIGN_CODE, foreign)
@@ -244,12 +246,6 @@ def foreign_code(tower: nn.Module, structure: Structure) -> str | None:
             return f"the parametrization of {name}"
     layer = unmerging_layer(tower)
     return None if layer is None else f"the adapters of {layer}, which are merged and disabled"
-
-
-def is_in_one_place(tower: nn.Module) -> bool:
-    """Whether all parameters are on one device; accelerate's offloaded ones are on meta between two calls."""
-    devices = {parameter.device for parameter in tower.parameters()}
-    return len(devices) == 1 and next(iter(devices)).type != "meta"
 
 
 # --- whether an argument matters

@@ -47,6 +47,7 @@ from fxsplit_encoder.towers.rules import (
     grid_argument,
     is_model,
     look_at_grids,
+    zeros_for,
 )
 
 _OPTIONS = frozenset(
@@ -224,14 +225,12 @@ class RuleCalls(DenseCalls):
         known: dict[torch.dtype, bool] = vars(self).setdefault("_converted", {})
         if dtype not in known:
             twin = twin_of(self.twin)
-            device = next(twin.parameters()).device
-            pixels = torch.zeros(1, *self.example_key.shape, dtype=dtype, device=device)
+            pixels = zeros_for(twin, 1, *self.example_key.shape).to(dtype)
+            own = field_of(self._look.fields, self._names[0]).dtype  # of all fields, see `_check_rows`
             try:  # with data: the meta device takes dtypes that kernels refuse
                 with torch.inference_mode(False), torch.no_grad():
                     fields = dict(twin(pixels).items())
-                known[dtype] = [field_of(fields, name).dtype for name in self._names] == [
-                    field_of(self._look.fields, name).dtype for name in self._names
-                ]
+                known[dtype] = all(field_of(fields, name).dtype == own for name in self._names)
             except MODEL_ERRORS:
                 known[dtype] = False
         return known[dtype]

@@ -55,11 +55,6 @@ def cut(image: Image.Image, width: int, height: int) -> Iterator[Image.Image]:
             yield image.crop((left, top, left + width, top + height))
 
 
-def of_tiles(tiles: Tensor) -> Prepared:
-    """An image of equal tiles, (tiles, 3, side, side)."""
-    return tile_sizes(tiles.shape[0]).with_pixels(pixel_values=tiles)
-
-
 def tile_sizes(count: int) -> Prepared:
     """An image of that many tiles, without their pixels."""
     return Prepared({"num_patches": torch.tensor([count], device="cpu")}, {"tiles": count})
@@ -75,8 +70,8 @@ class ProcessedTiles(Preparation):
 
     def image(self, image: Image.Image) -> Prepared:
         """Returns as many tiles as the processor makes."""
-        tiles = processed(self.processor, image, **self.options)["pixel_values"]
-        return of_tiles(tiles.flatten(0, -4))
+        tiles = processed(self.processor, image, **self.options)["pixel_values"].flatten(0, -4)
+        return tile_sizes(tiles.shape[0]).with_pixels(pixel_values=tiles)
 
     def image_sizes(self, width: int, height: int) -> Prepared:
         """Returns the sizes of as many tiles as the processor makes of this size, or of one."""
@@ -181,7 +176,8 @@ class Llama4Tiles(Preparation):
 
     def image(self, image: Image.Image) -> Prepared:
         """1 to 17 tiles."""
-        return of_tiles(self.normalization(llama4_tiles(image, self.side, self.max_tiles)))
+        tiles = self.normalization(llama4_tiles(image, self.side, self.max_tiles))
+        return tile_sizes(tiles.shape[0]).with_pixels(pixel_values=tiles)
 
     def image_sizes(self, width: int, height: int) -> Prepared:
         """1 to 17 tiles."""
