@@ -140,7 +140,7 @@ class Books:
         live = [each for each in _chosen(ticket, item) if each.is_live]
         for each in live:
             each.num_holds -= 1
-            if keep and each.entry is not None and each.entry.key is not None:
+            if keep and each.entry is not None:
                 each.entry.keep = True
             if not each.num_holds:
                 self.holdings.detach(each, State.CANCELLED if each.state in WAITING else State.RELEASED)
@@ -249,7 +249,7 @@ class Books:
 
     def clear_cache(self) -> None:
         """Free every feature that no item holds."""
-        for entry in list(self.holdings.storage.resting):
+        for entry in self.holdings.storage.resting:
             self.holdings.drop(entry, State.RELEASED)
 
     def close(self) -> None:

@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from weakref import WeakValueDictionary
 
 from fxsplit_encoder.connector.books.tickets import (
@@ -39,12 +38,8 @@ class Storage:
         self.inputs = Account("inputs", None)
         """Preprocessed items; `Preparation` bounds them."""
         self.accounts = {account.name: account for account in (self.host, self.inputs)}
-        self.entries: dict[Entry, None] = {}
-        """Every feature that is being made or kept, shared or not."""
-        self.by_key: dict[bytes, Entry] = {}
-        """Those that are shared, from the moment that one is being made."""
-        self.resting: dict[Entry, None] = {}
-        """Entries without holders, least recently used first."""
+        self.entries: dict[tuple[bytes, int], Entry] = {}
+        """Every feature that is being made or kept, by name and tokens."""
         self.quarantine: dict[Feature, None] = {}
         """Features that are gone, but that a device may still read or write."""
         self.was_freed = False
@@ -61,18 +56,13 @@ class Storage:
     # --- the cache
 
     def add(self, entry: Entry) -> None:
-        """From now on others may join; an entry without a key is not shared."""
-        self.entries[entry] = None
-        if entry.key is not None:
-            assert entry.key not in self.by_key
-            self.by_key[entry.key] = entry
+        """From now on others may join."""
+        assert entry.key not in self.entries
+        self.entries[entry.key] = entry
 
     def remove(self, entry: Entry) -> None:
         """Take an entry out of the cache, and free what it has."""
-        del self.entries[entry]
-        self.resting.pop(entry, None)
-        if entry.key is not None:
-            del self.by_key[entry.key]
+        del self.entries[entry.key]
         entry.drop_inputs()
         if entry.memory is not None:
             entry.memory.free()
@@ -84,9 +74,13 @@ class Storage:
 
     def rest(self, entry: Entry) -> None:
         """Nobody holds a READY entry any more, and it was used last."""
-        assert entry.state is State.READY and not entry.holders and entry not in self.resting
-        self.resting[entry] = None
+        self.entries[entry.key] = self.entries.pop(entry.key)
         self.was_freed = True
+
+    @property
+    def resting(self) -> list[Entry]:
+        """Features that are there and that nobody holds, least recently used first."""
+        return [each for each in self.entries.values() if each.state is State.READY and not each.holders]
 
     # --- memory
 
@@ -194,12 +188,11 @@ class Holdings:
         assert item.entry is None
         item.entry = entry
         entry.holders[item] = None
-        self.storage.resting.pop(entry, None)
         if item.state is not entry.state:
             item.move(entry.state)
         if entry.state is State.READY:
             item.metadata = entry.metadata
-        if item.ticket.request.retention == "keep" and entry.key is not None:
+        if item.ticket.request.retention == "keep":
             entry.keep = True
         self.touch(item.ticket)
 
@@ -381,22 +374,6 @@ _MOST_LOOKED_AT = 16
 """Tickets of a tenant that may find too little memory before its others are not tried."""
 
 
-@dataclass
-class _Group:
-    """Equal items of a request, and the feature that they will share."""
-
-    entry: Entry
-    items: list[Occurrence]
-    is_new: bool
-    is_rejected: bool = False
-    """Whether there are rows of the same name, but not as many."""
-
-    @property
-    def heir(self) -> Occurrence | None:
-        """The item whose own memory a new feature takes over, if one has some."""
-        return next((item for item in self.items if self.is_new and item.memory is not None), None)
-
-
 class Admission:
     """Lets requests in whose items are hashed; `key_of` names a feature by digest and salt."""
 
@@ -429,56 +406,42 @@ class Admission:
 
     def admit(self, ticket: Ticket, items: Sequence[Occurrence]) -> bool:
         """Find, join or reserve memory for all of these items, or for none: then nothing changes."""
-        groups = self._groups(ticket, items)
-        found = {group.entry for group in groups if not group.is_new}
-        needing = [group.entry for group in groups if group.is_new and group.heir is None]
-        reserved = self._storage.reserve([entry.num_bytes for entry in needing], spared=found)
+        sharing: dict[Entry, list[Occurrence]] = {}
+        new: dict[tuple[bytes, int], Entry] = {}
+        for item in items:
+            assert item.digest is not None
+            # Rows of another size are another feature: so a request needs no more memory than was checked.
+            key = (self._key_of(item.digest, ticket.request.salt), item.num_tokens)
+            entry = self._storage.entries.get(key) or new.get(key)
+            if entry is None:
+                row_bytes = self._holdings.row_bytes(item.media.modality)
+                assert row_bytes is not None  # checked when it was counted
+                entry = new[key] = Entry(key, item, row_bytes * item.num_tokens)
+            sharing.setdefault(entry, []).append(item)
+        # A new feature takes over what one of its items has of its own.
+        heirs = {entry: item for entry in new.values() for item in sharing[entry] if item.memory is not None}
+        needing = [entry for entry in new.values() if entry not in heirs]
+        reserved = self._storage.reserve([entry.num_bytes for entry in needing], spared=sharing)
         if reserved is None:
             return False
         for entry, memory in zip(needing, reserved, strict=True):
             entry.memory = memory
-        for group in groups:
-            self._let_in(group)
-        return True
-
-    def _groups(self, ticket: Ticket, items: Sequence[Occurrence]) -> list[_Group]:
-        """Group items of one key and size, which share a feature, also where the key belongs to rows of
-        another size: so a request never needs more memory than its distinct items, which was checked.
-        """
-        groups: dict[tuple[bytes, int], _Group] = {}
-        taken: set[bytes] = set()  # keys that rows of some size have, in the cache or in this request
-        for item in items:
-            assert item.digest is not None
-            key = self._key_of(item.digest, ticket.request.salt)
-            if (group := groups.get((key, item.num_tokens))) is not None:
-                group.items.append(item)
-                continue
-            found = self._storage.by_key.get(key)
-            if found is not None and found.num_tokens == item.num_tokens:
-                group = _Group(found, [item], is_new=False)
-            else:
-                own_key = None if found is not None or key in taken else key
-                row_bytes = self._holdings.row_bytes(item.media.modality)
-                assert row_bytes is not None  # checked when it was counted
-                new = Entry(own_key, item, row_bytes * item.num_tokens)
-                group = _Group(new, [item], is_new=True, is_rejected=found is not None)
-            groups[key, item.num_tokens] = group
-            taken.add(key)
-        return list(groups.values())
-
-    def _let_in(self, group: _Group) -> None:
-        entry, stats = group.entry, self._holdings.stats
-        if (heir := group.heir) is not None:
-            entry.memory, heir.memory = heir.memory, None
-        if group.is_new:
-            stats.misses += 1
-            stats.rejected_hits += group.is_rejected
+        for entry, item in heirs.items():
+            entry.memory, item.memory = item.memory, None
+        for entry in new.values():
             self._storage.add(entry)
             self._holdings.enqueue(entry)
+        for entry, own in sharing.items():
+            self._let_in(entry, own, is_new=entry.key in new)
+        return True
+
+    def _let_in(self, entry: Entry, items: Sequence[Occurrence], *, is_new: bool) -> None:
+        stats = self._holdings.stats
+        stats.misses += is_new
         if entry.state is State.READY:
-            stats.hits += len(group.items)
+            stats.hits += len(items)
         else:
-            stats.joins += len(group.items) - group.is_new
-        for item in group.items:
+            stats.joins += len(items) - is_new
+        for item in items:
             self._holdings.drop_memory(item)
             self._holdings.attach(item, entry)

@@ -102,7 +102,7 @@ class Preparation:
         """An item was preprocessed, and is what was announced; with its cost."""
         holdings = self._holdings
         entry.is_preparing = False
-        if entry not in holdings.storage.entries:
+        if holdings.storage.entries.get(entry.key) is not entry:
             return  # nobody wants it any more
         if isinstance(result, ConnectorError):
             holdings.fail(entry, result)

@@ -154,7 +154,7 @@ class Occurrence:
 class Entry:
     """A feature that is being made or kept."""
 
-    def __init__(self, key: bytes | None, item: Occurrence, num_bytes: int) -> None:
+    def __init__(self, key: tuple[bytes, int], item: Occurrence, num_bytes: int) -> None:
         assert item.digest is not None
         self.key = key
         self.modality = item.media.modality
