@@ -133,8 +133,6 @@ class EncodeQueue(Generic[ItemT, ResultT]):
         self._again: deque[_Batch] = deque()
         """Batches ahead of all that waits: halves of failed ones, items of lost workers."""
         self._deadlines: list[tuple[float, int, _Item]] = []
-        self._late: list[_Item] = []
-        """Items that a worker found past their deadlines, for the clock."""
         self._num_submitted = 0
         self._workers: list[_QueueWorker] = []
         self._given_up: list[_QueueWorker] = []
@@ -294,33 +292,26 @@ class EncodeQueue(Generic[ItemT, ResultT]):
             if not batch.items:
                 return None
             self._counts.batches += 1
-        worker.begin(batch, self.clock())
+        batch.begin = self.clock()
+        worker.batches[batch] = None
         self._clock.look()
         return batch
 
     def _choose(self) -> list[_Item]:
         chosen: list[_Item] = []
-        cost = 0.0
-        while (entry := self._waiting.first()) is not None:
+        cost, now = 0.0, self.clock()
+        # The clock is about to fail what is late.
+        while (entry := next((each for each in self._waiting if now < each.deadline), None)) is not None:
             if chosen and cost + entry.cost > self._max_batch_cost:
                 break
             self._waiting.take(entry)
             self._shares.change(entry.tenant, -1)
-            if not entry.future.set_running_or_notify_cancel():
-                self._counts.cancelled += 1
-            elif entry.deadline <= self.clock():
-                self._late.append(entry)  # its callbacks must not be called with the lock
-            else:
+            if entry.future.set_running_or_notify_cancel():
                 chosen.append(entry)
                 cost += entry.cost
-        self._clock.look()
+            else:
+                self._counts.cancelled += 1
         return chosen
-
-    def halves(self, batch: _Batch) -> list[_Batch]:
-        """Two batches of one; called with the lock."""
-        self._counts.bisections += 1
-        middle = len(batch.items) // 2
-        return [_Batch(batch.items[:middle]), _Batch(batch.items[middle:])]
 
     def is_done(self, worker: _QueueWorker) -> bool:
         """Whether a worker has nothing to take any more; called with the lock."""
@@ -342,11 +333,17 @@ class EncodeQueue(Generic[ItemT, ResultT]):
             else:
                 entry.future.set_result(result)
 
-    def retry(self, worker: _QueueWorker, batch: _Batch) -> None:
-        """Have a batch that failed when it landed launched again in halves."""
+    def fail(self, worker: _QueueWorker, batch: _Batch, error: Exception) -> None:
+        """Have a batch that failed launched again in halves, unless an item is to blame."""
+        if len(batch.items) == 1:
+            self.finish(worker, batch, [error])
+            return
         with self.lock:
             if worker.end(batch):
-                self._again.extendleft(reversed(self.halves(batch)))
+                self._counts.bisections += 1
+                middle = len(batch.items) // 2
+                halves = (batch.items[middle:], batch.items[:middle])
+                self._again.extendleft(map(_Batch, halves))
                 self.work.notify_all()
 
     def lose(self, worker: _QueueWorker, why: str) -> None:
@@ -381,8 +378,6 @@ class EncodeQueue(Generic[ItemT, ResultT]):
     # --- time
 
     def _next_deadline(self) -> float:
-        if self._late:
-            return -math.inf
         while self._deadlines and self._deadlines[0][2] not in self._waiting:
             heapq.heappop(self._deadlines)
         first = self._deadlines[0][0] if self._deadlines else math.inf
@@ -392,12 +387,13 @@ class EncodeQueue(Generic[ItemT, ResultT]):
     def _expire(self) -> None:
         with self.lock:
             now = self.clock()
-            expired, self._late = self._late, []
+            expired = []
             while self._deadlines and self._deadlines[0][0] <= now:
                 entry = heapq.heappop(self._deadlines)[2]
                 if self._drop(entry) and entry.future.set_running_or_notify_cancel():
                     expired.append(entry)
             self._counts.expired += len(expired)
+            self.work.notify_all()
             late = now - self._longest
             hung = [each for each in self._workers if any(batch.begin <= late for batch in each.batches)]
         for entry in expired:
@@ -426,11 +422,6 @@ class _QueueWorker(BatchThread[_Batch]):
         """Those that it has taken and that have not landed."""
         self.is_lost = False
 
-    def begin(self, batch: _Batch, now: float) -> None:
-        """It has a batch; called with the lock."""
-        batch.begin = now
-        self.batches[batch] = None
-
     def end(self, batch: _Batch) -> bool:
         """It has a batch no more; False: nor had it, since it was given up. Called with the lock."""
         was_there = batch in self.batches
@@ -456,16 +447,8 @@ class _QueueWorker(BatchThread[_Batch]):
         batch.handle = self._launch([entry.value for entry in batch.items])
 
     def split(self, batch: _Batch, error: Exception) -> Sequence[_Batch]:
-        if len(batch.items) == 1:
-            self._source.finish(self, batch, [error])
-            return []
-        with self._source.lock:
-            if not self.end(batch):
-                return []
-            halves = self._source.halves(batch)
-            for half in halves:
-                self.begin(half, self._source.clock())
-        return halves
+        self._source.fail(self, batch, error)
+        return []
 
     def land(self, batch: _Batch) -> None:
         assert batch.handle is not None
@@ -477,12 +460,9 @@ class _QueueWorker(BatchThread[_Batch]):
         except self.FATAL:
             raise
         except Exception as error:
-            if len(batch.items) == 1:
-                self._source.finish(self, batch, [error])
-            else:
-                self._source.retry(self, batch)
-            return
-        self._source.finish(self, batch, results)
+            self._source.fail(self, batch, error)
+        else:
+            self._source.finish(self, batch, results)
 
     def lost(self, error: BaseException) -> None:
         if not self.started.done():

@@ -11,7 +11,6 @@ from typing import Any
 from fxsplit_encoder.connector.books.holdings import Holdings
 from fxsplit_encoder.connector.books.tickets import Account, Entry, Event, Feature, has_passed
 from fxsplit_encoder.connector.states import Residence, State
-from fxsplit_encoder.encode_queue.fair_queue import FIRST
 from fxsplit_encoder.encode_queue.queue import BATCHES_IN_FLIGHT, MOST_LOSSES
 from fxsplit_encoder.errors import ConnectorError
 
@@ -361,7 +360,7 @@ class Encoding:
             error = ConnectorError(message, "worker_lost", retryable=True)
             self._holdings.fail(entry, error, may_retry=False)
         else:
-            self._holdings.enqueue(entry, FIRST)
+            self._holdings.enqueue(entry, is_first=True)
 
 
 def _not_finite(batch: Batch, entry: Entry) -> ConnectorError | None:

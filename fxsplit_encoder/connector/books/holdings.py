@@ -22,7 +22,7 @@ from fxsplit_encoder.connector.interfaces import Modality
 from fxsplit_encoder.connector.request import ConnectorConfig
 from fxsplit_encoder.connector.states import GONE, WAITING, Residence, State
 from fxsplit_encoder.connector.statistics import ConnectorStats
-from fxsplit_encoder.encode_queue.fair_queue import FIRST, FairQueue, Shares
+from fxsplit_encoder.encode_queue.fair_queue import FairQueue, Shares
 from fxsplit_encoder.errors import ConnectorError
 
 
@@ -260,7 +260,7 @@ class Holdings:
             for item in entry.holders:
                 item.retries_left -= 1
             self.stats.retries += 1
-            self.enqueue(entry, FIRST)
+            self.enqueue(entry, is_first=True)
         else:
             self.drop(entry, State.FAILED)
         for item in reducing:
@@ -269,16 +269,16 @@ class Holdings:
             if item not in reducing and item.state in WAITING:  # else it went with another item of its ticket
                 self.fail_item(item, error)
 
-    def enqueue(self, entry: Entry, priority: float = 0.0) -> None:
+    def enqueue(self, entry: Entry, *, is_first: bool = False) -> None:
         """An entry waits for what it needs next."""
         assert entry.feature is None
         if entry.prepared is None:
             assert entry.state is State.NEW
-            self.to_prepare.push(entry, entry.flow, entry.num_tokens, entry.tenant, priority=priority)
+            self.to_prepare.push(entry, entry.flow, entry.num_tokens, entry.tenant, is_first=is_first)
         else:
             if entry.state is not State.QUEUED:
                 self.move(entry, State.QUEUED)
-            self.to_encode.push(entry, entry.flow, entry.cost, entry.tenant, priority=priority)
+            self.to_encode.push(entry, entry.flow, entry.cost, entry.tenant, is_first=is_first)
 
     def fail_item(self, item: Occurrence, error: ConnectorError, *, may_go_on: bool = True) -> None:
         """An item fails, and its request goes on as text or not, as it asked, if it may."""
@@ -318,7 +318,7 @@ class Holdings:
         if item.state is not State.NEW:
             item.move(State.NEW)
         tenant = item.ticket.request.tenant
-        self.to_digest.push(item, item.ticket.number, 1.0, tenant, priority=FIRST)
+        self.to_digest.push(item, item.ticket.number, 1.0, tenant, is_first=True)
         self.touch(item.ticket)
 
     # --- tickets
