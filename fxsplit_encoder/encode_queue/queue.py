@@ -416,7 +416,7 @@ class _QueueWorker(BatchThread[_Batch]):
     ) -> None:
         super().__init__(name, source.work)
         self._source = source
-        self._launch, self._start, self._close = launch, start, close
+        self._launch, self._start, self._close = launch, start or (lambda: None), close or (lambda: None)
         self.started: Future[None] = Future()
         self.batches: dict[_Batch, None] = {}
         """Those that it has taken and that have not landed."""
@@ -430,8 +430,7 @@ class _QueueWorker(BatchThread[_Batch]):
 
     @contextmanager
     def serving(self) -> Iterator[None]:
-        if self._start is not None:
-            self._start()
+        self._start()
         self.started.set_result(None)
         yield
 
@@ -470,5 +469,4 @@ class _QueueWorker(BatchThread[_Batch]):
         self._source.lose(self, f"{type(error).__name__}: {error}")
 
     def close(self) -> None:
-        if self._close is not None:
-            self._close()
+        self._close()

@@ -217,13 +217,17 @@ class Books:
     # --- reading
 
     def begin_read(self, ticket: Ticket, items: Iterable[int]) -> dict[int, Feature]:
-        """The features of some items, which stay where they are until `end_read`."""
+        """The features of some items, which stay until `end_read`; InputError: one has none."""
         features = {}
         for index in items:
-            entry = ticket.items[index].entry
-            assert entry is not None and entry.feature is not None
-            entry.feature.num_reads += 1
-            features[index] = entry.feature
+            item = ticket.items[index]
+            if item.state is not State.READY:
+                name = f"item {index} of request {ticket.request.id}"
+                raise InputError(f"{name}: expected it to be ready; it is {item.state}")
+            assert item.entry is not None and item.entry.feature is not None
+            features[index] = item.entry.feature
+        for feature in features.values():
+            feature.num_reads += 1
         return features
 
     def end_read(self, features: Iterable[Feature], event: Event | None) -> None:

@@ -42,8 +42,6 @@ class Storage:
         """Every feature that is being made or kept, by name and tokens."""
         self.quarantine: dict[Feature, None] = {}
         """Features that are gone, but that a device may still read or write."""
-        self.was_freed = False
-        """Whether a ticket that waits for memory may have come to its turn."""
         self.idle_bytes = 0
         """Of host buffers that were let go since the allocator was last told to give memory back."""
         self._device_bytes = config.device_bytes
@@ -64,18 +62,15 @@ class Storage:
         """Take an entry out of the cache, and free what it has."""
         del self.entries[entry.key]
         entry.drop_inputs()
-        if entry.memory is not None:
-            entry.memory.free()
-            entry.memory = None
+        entry.drop_memory()
         if entry.feature is not None:
             feature, entry.feature = entry.feature, None
             self.free(feature)
-        self.was_freed = True
 
     def rest(self, entry: Entry) -> None:
         """Nobody holds a READY entry any more, and it was used last."""
         self.entries[entry.key] = self.entries.pop(entry.key)
-        self.was_freed = True
+        self.host.was_freed = True
 
     @property
     def resting(self) -> list[Entry]:
@@ -129,7 +124,6 @@ class Storage:
         """Free what is in quarantine and not in use any more."""
         for feature in [feature for feature in self.quarantine if feature.is_idle]:
             del self.quarantine[feature]
-            self.was_freed = True
             feature.rows = None
             if feature.memory is not None:
                 feature.memory.free()
@@ -206,7 +200,7 @@ class Holdings:
         if was_undigested:
             self.await_memory(ticket)
         self.to_digest.discard(item)
-        self.drop_memory(item)
+        item.drop_memory()
         if entry is not None:
             del entry.holders[item]
             if not entry.holders:
@@ -229,6 +223,7 @@ class Holdings:
         """An entry and all its items change their state."""
         entry.move(state)
         for item in entry.holders:
+            item.move(state)
             self.touch(item.ticket)
 
     def drop(self, entry: Entry, state: State) -> None:
@@ -238,13 +233,6 @@ class Holdings:
         self.to_prepare.discard(entry)
         self.to_encode.discard(entry)
         self.storage.remove(entry)
-
-    def drop_memory(self, item: Occurrence) -> None:
-        """Free what an item has of its own."""
-        if item.memory is not None:
-            item.memory.free()
-            item.memory = None
-            self.storage.was_freed = True
 
     # --- failures
 
@@ -334,7 +322,7 @@ class Holdings:
             return
         if ticket not in self.to_admit:
             self.to_admit.push(ticket, None, 1.0, ticket.request.tenant)
-        self.storage.was_freed = True
+        self.storage.host.was_freed = True
 
     def settle(self) -> None:
         """At the end of every change: tell what became of the tickets that it concerns."""
@@ -387,8 +375,8 @@ class Admission:
 
     def run(self) -> None:
         """Lets in whom memory suffices for, tenants in turn."""
-        while self._storage.was_freed:  # whom is let in may fail others, which frees memory
-            self._storage.was_freed = False
+        while self._storage.host.was_freed:  # whom is let in may fail others, which frees memory
+            self._storage.host.was_freed = False
             blocked: dict[str, list[Ticket]] = {}
             for ticket in list(self._holdings.to_admit):
                 own = blocked.setdefault(ticket.request.tenant, [])
@@ -443,5 +431,5 @@ class Admission:
         else:
             stats.joins += len(items) - is_new
         for item in items:
-            self._holdings.drop_memory(item)
+            item.drop_memory()
             self._holdings.attach(item, entry)

@@ -35,23 +35,24 @@ class Preparation:
         """Which kind of job goes first: else none of a kind was done while others come fast."""
 
     @property
-    def num_jobs(self) -> int:
-        """How many things `take` would hand out."""
-        to_prepare = len(self._holdings.to_prepare) if self._has_room else 0
-        return len(self._holdings.to_count) + len(self._holdings.to_digest) + to_prepare
+    def _queues(self) -> tuple[FairQueue[Any], ...]:
+        """What there is to do, by kind: nothing more is decoded while what was waits in too many bytes."""
+        holdings = self._holdings
+        has_room = self._inputs.used < holdings.config.input_bytes
+        return holdings.to_count, holdings.to_digest, holdings.to_prepare if has_room else FairQueue()
 
     @property
-    def _has_room(self) -> bool:
-        return self._inputs.used < self._holdings.config.input_bytes
+    def num_jobs(self) -> int:
+        """How many things `take` would hand out."""
+        return sum(map(len, self._queues))
 
     def take(self) -> Job | None:
         """Hand out something to do; None: there is nothing."""
-        holdings = self._holdings
-        queues: tuple[FairQueue[Any], ...] = (holdings.to_count, holdings.to_digest, holdings.to_prepare)
+        queues = self._queues
         for kind in range(self._turn, self._turn + len(queues)):
             queue = queues[kind % len(queues)]
             thing: Ticket | Occurrence | Entry | None = queue.first()
-            if thing is None or (queue is holdings.to_prepare and not self._has_room):
+            if thing is None:
                 continue
             queue.take(thing)
             self._turn = (kind + 1) % len(queues)
