@@ -112,7 +112,10 @@ class PositionMap:
         counts = np.array(key, np.int64)
         times = np.ones(len(self.prompt_ids), np.int64)
         """How often every token of the prompt comes."""
-        indices = {modality: _indices(self.modalities, modality) for modality in self._placeholders}
+        indices = {
+            modality: np.flatnonzero([each == modality for each in self.modalities])
+            for modality in self._placeholders
+        }
         for modality, placeholder in self._placeholders.items():
             own = indices[modality]
             where = np.flatnonzero(self.prompt_ids == placeholder.token)
@@ -144,10 +147,6 @@ class _Layout:
     token_ids: Integers
     items: Integers
     rows: Integers
-
-
-def _indices(modalities: Sequence[Modality], modality: Modality) -> Integers:
-    return np.array([index for index, each in enumerate(modalities) if each == modality], np.int64)
 
 
 def _checked(

@@ -135,7 +135,6 @@ class EncodeQueue(Generic[ItemT, ResultT]):
         self._deadlines: list[tuple[float, int, _Item]] = []
         self._num_submitted = 0
         self._workers: list[_QueueWorker] = []
-        self._given_up: list[_QueueWorker] = []
         self._is_closed = False
         self._counts = QueueStats()
         self._clock = Clock(self.lock, self._next_deadline, self._expire, clock, "encode-queue-clock")
@@ -157,7 +156,7 @@ class EncodeQueue(Generic[ItemT, ResultT]):
         with self.lock:
             if self._is_closed:
                 raise QueueClosedError("the queue is closed")
-            name = f"encode-queue-{len(self._workers) + len(self._given_up)}"
+            name = f"encode-queue-{len(self._workers) + self._counts.lost_workers}"
             worker = _QueueWorker(name, self, launch, start, close)
             self._workers.append(worker)
         worker.thread.start()
@@ -167,7 +166,7 @@ class EncodeQueue(Generic[ItemT, ResultT]):
     def is_alive(self) -> bool:
         """Whether it takes items: it is open, and not all of its workers were lost."""
         with self.lock:
-            return not self._is_closed and bool(self._workers or not self._given_up)
+            return not self._is_closed and bool(self._workers or not self._counts.lost_workers)
 
     # --- items
 
@@ -228,7 +227,7 @@ class EncodeQueue(Generic[ItemT, ResultT]):
     def _check_open(self, tenant: str) -> None:
         if self._is_closed:
             raise QueueClosedError("the queue is closed")
-        if self._given_up and not self._workers:
+        if self._counts.lost_workers and not self._workers:
             raise EncoderLostError("every worker was lost")
         shares, most = self._shares, self._max_items
         if most is not None and shares.is_refused(tenant, 1, most):
@@ -265,14 +264,14 @@ class EncodeQueue(Generic[ItemT, ResultT]):
             dropped = [] if drain and self._workers else list(self._waiting)
             for entry in dropped:
                 self._drop(entry)
-            unserved = [] if self._workers else [entry for batch in self._again for entry in batch.items]
-            self._again = self._again if self._workers else deque()
-            self._counts.cancelled += len(dropped) + len(unserved)
+            if not self._workers:
+                dropped += [entry for batch in self._again for entry in batch.items]
+                self._again.clear()
+            self._counts.cancelled += len(dropped)
             self.work.notify_all()
         for entry in dropped:
-            entry.future.cancel()
-        for entry in unserved:
-            entry.future.set_exception(QueueClosedError("the queue was closed before it had a worker"))
+            if not entry.future.cancel():  # of a batch that cannot be cancelled
+                entry.future.set_exception(QueueClosedError("the queue was closed before it had a worker"))
         join([worker.thread for worker in list(self._workers)], deadline)
         with self.lock:
             self._clock.stop()
@@ -283,7 +282,7 @@ class EncodeQueue(Generic[ItemT, ResultT]):
 
     def take(self, worker: _QueueWorker) -> _Batch | None:
         """The next batch of a worker; None: there is none, or it has enough. Called with the lock."""
-        if worker.is_lost or len(worker.batches) >= BATCHES_IN_FLIGHT:
+        if worker not in self._workers or len(worker.batches) >= BATCHES_IN_FLIGHT:
             return None
         if self._again:
             batch = self._again.popleft()
@@ -316,7 +315,9 @@ class EncodeQueue(Generic[ItemT, ResultT]):
     def is_done(self, worker: _QueueWorker) -> bool:
         """Whether a worker has nothing to take any more; called with the lock."""
         others = any(each.batches for each in self._workers)  # which may fail, and come again in halves
-        return worker.is_lost or (self._is_closed and not (self._again or self._waiting or others))
+        return worker not in self._workers or (
+            self._is_closed and not (self._again or self._waiting or others)
+        )
 
     def finish(self, worker: _QueueWorker, batch: _Batch, results: Sequence[Any]) -> None:
         """Publish the results of a batch, unless its worker was given up."""
@@ -350,11 +351,9 @@ class EncodeQueue(Generic[ItemT, ResultT]):
         """Give a worker up; what it had goes to others, one item at a time, or fails."""
         failed = []
         with self.lock:
-            if worker.is_lost:
+            if worker not in self._workers:
                 return
-            worker.is_lost = True
             self._workers.remove(worker)
-            self._given_up.append(worker)
             self._counts.lost_workers += 1
             for entry in [entry for batch in worker.batches for entry in batch.items]:
                 entry.num_losses += 1
@@ -420,7 +419,6 @@ class _QueueWorker(BatchThread[_Batch]):
         self.started: Future[None] = Future()
         self.batches: dict[_Batch, None] = {}
         """Those that it has taken and that have not landed."""
-        self.is_lost = False
 
     def end(self, batch: _Batch) -> bool:
         """It has a batch no more; False: nor had it, since it was given up. Called with the lock."""

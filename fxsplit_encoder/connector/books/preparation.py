@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from fxsplit_encoder.connector.books.holdings import Holdings
 from fxsplit_encoder.connector.books.tickets import Entry, Occurrence, Ticket
@@ -12,14 +12,8 @@ from fxsplit_encoder.connector.states import State
 from fxsplit_encoder.encode_queue.fair_queue import FairQueue
 from fxsplit_encoder.errors import ConnectorError
 
-
-class Digested(NamedTuple):
-    """An item that was hashed, after less was asked of it where its request says so."""
-
-    media: MediaItem
-    num_tokens: int
-    digest: bytes
-
+Digested = tuple[MediaItem, int, bytes]
+"""An item, of which less was asked where its request says so, with its tokens and its digest."""
 
 Job = Ticket | tuple[Ticket, Occurrence] | Entry
 """A ticket to count, an item of a ticket to hash, an entry to preprocess."""
@@ -91,12 +85,12 @@ class Preparation:
         if isinstance(result, ConnectorError):
             self._holdings.fail_item(item, result)
             return
-        if item.is_reducing:
-            item.media, item.num_tokens = result.media, result.num_tokens
+        is_reduced = item.is_reducing
+        item.media, item.num_tokens, item.digest = result
+        if is_reduced:
             ticket.epoch += 1
             self._holdings.stats.reductions += 1
             self._holdings.news[ticket.number] = ticket
-        item.digest = result.digest
         self._holdings.await_memory(ticket)
 
     def prepared(self, entry: Entry, result: tuple[PreparedItem, float] | ConnectorError) -> None:

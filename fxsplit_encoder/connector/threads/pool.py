@@ -161,9 +161,7 @@ class _WorkerThread(BatchThread[Batch]):
             self.encoder = self.make()
             self._is_made = True
         self.encoder.start()
-        device = self.encoder.device
-        device = torch.device(device) if device is not None else None
-        with self._copies.own_stream(device, self.encoder.stream_priority):
+        with self._copies.own_stream(self.encoder.device, self.encoder.stream_priority):
             self._set_status(WorkerStatus.STARTING, WorkerStatus.RUNNING)
             yield
         self._set_status(WorkerStatus.DRAINING, WorkerStatus.STOPPED)

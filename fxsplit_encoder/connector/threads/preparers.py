@@ -108,7 +108,7 @@ class Preparers:
         digest: object = self._processor.digest(media)
         if not isinstance(digest, bytes):
             raise TypeError(f"digest: expected bytes of the processor; got {shown(digest)}")
-        return Digested(media, num_tokens, digest)
+        return media, num_tokens, digest
 
     def _reduced(self, ticket: Ticket, item: Occurrence, how: Reduction) -> tuple[MediaItem, int]:
         media = self._processor.reduce(item.media, how)

@@ -286,10 +286,10 @@ class AnyHistory(RuleBasedStateMachine):
     def digest(self, item: Occurrence) -> Digested | ConnectorError:
         name, tokens = str(item.media.media), item.num_tokens
         if not item.is_reducing:
-            return Digested(item.media, tokens, name.encode())
+            return item.media, tokens, name.encode()
         if tokens < 2:
             return _error("out_of_memory")
-        return Digested(MediaItem("image", f"{name}-"), tokens // 2, f"{name}-".encode())
+        return MediaItem("image", f"{name}-"), tokens // 2, f"{name}-".encode()
 
     @precondition(lambda self: self.preparing)
     @rule(which=indices, outcome=st.sampled_from(["ok", "ok", "ok", "broken", "again"]))
