@@ -67,12 +67,7 @@ class Connector:
         self._copies = copies if copies is not None else Copies()
         first = make_encoders(encoders)
         lock = threading.Lock()
-        holdings = Holdings(
-            self.config,
-            row_bytes_of(first).get,
-            threading.Condition(lock),
-            can_reduce=type(processor).reduce is not MediaProcessor.reduce,
-        )
+        holdings = Holdings(self.config, row_bytes_of(first).get, threading.Condition(lock))
         self._core = Core(lock, Books(holdings, self._key_of))
         self._pool = Pool(self._core, encoders, first, self._copies)
         preparers = Preparers(self._core, processor, self._pool.stage, self.config.cpu_workers)
@@ -100,10 +95,9 @@ class Connector:
             InputError: the request asks for a reduction, and the processor cannot reduce; or it has no media,
                 and its prompt has placeholders.
         """
-        if request.failure.reduce is not None and not self._core.books.holdings.can_reduce:
-            raise InputError(
-                f"reduce: {type(self.processor).__name__} cannot ask less of an item; leave it out"
-            )
+        kind = type(self.processor)
+        if request.failure.reduce is not None and kind.reduce is MediaProcessor.reduce:
+            raise InputError(f"reduce: {kind.__name__} cannot ask less of an item; leave it out")
         if request.placeholders is not None and not request.items:
             request.placeholders.merged_length(())  # raises before anything is held
         with self._core.change() as books:

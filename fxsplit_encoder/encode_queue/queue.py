@@ -315,9 +315,8 @@ class EncodeQueue(Generic[ItemT, ResultT]):
     def is_done(self, worker: _QueueWorker) -> bool:
         """Whether a worker has nothing to take any more; called with the lock."""
         others = any(each.batches for each in self._workers)  # which may fail, and come again in halves
-        return worker not in self._workers or (
-            self._is_closed and not (self._again or self._waiting or others)
-        )
+        is_empty = not (self._again or self._waiting or others)
+        return worker not in self._workers or (self._is_closed and is_empty)
 
     def finish(self, worker: _QueueWorker, batch: _Batch, results: Sequence[Any]) -> None:
         """Publish the results of a batch, unless its worker was given up."""

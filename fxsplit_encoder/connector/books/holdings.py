@@ -136,7 +136,6 @@ class Holdings:
     Args:
         row_bytes: of a feature's rows; None: no encoder takes the modality.
         settled: over the lock; notified whenever a ticket has settled.
-        can_reduce: whether the processor can ask less of an item.
     """
 
     def __init__(
@@ -145,10 +144,8 @@ class Holdings:
         row_bytes: Callable[[Modality], int | None],
         settled: threading.Condition,
         clock: Callable[[], float] = time.monotonic,
-        can_reduce: bool = False,
     ) -> None:
-        self.config, self.row_bytes, self.settled = config, row_bytes, settled
-        self.clock, self.can_reduce = clock, can_reduce
+        self.config, self.row_bytes, self.settled, self.clock = config, row_bytes, settled, clock
         self.stats = ConnectorStats(max_batch_items=config.max_batch_items)
         self.storage = Storage(config, self.stats)
         self.tickets: dict[int, Ticket] = {}
@@ -290,7 +287,7 @@ class Holdings:
     # --- asking less of an item
 
     def _may_reduce(self, item: Occurrence, error: ConnectorError) -> bool:
-        asked = item.ticket.request.failure.reduce is not None and self.can_reduce
+        asked = item.ticket.request.failure.reduce is not None
         return asked and error.kind == "out_of_memory" and item.ticket.ready_at is None
 
     def _inherit(self, item: Occurrence, entry: Entry) -> bool:

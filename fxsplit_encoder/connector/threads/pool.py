@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -123,18 +124,16 @@ def make_encoders(factories: Sequence[EncoderFactory]) -> list[FeatureEncoder]:
     return made
 
 
-def row_bytes_of(encoders: Sequence[FeatureEncoder]) -> dict[Modality, int | None]:
-    """Bytes of rows by modality, None: no encoder takes it; InputError: there is none, or two disagree."""
+def row_bytes_of(encoders: Sequence[FeatureEncoder]) -> dict[Modality, int]:
+    """Bytes of rows by modality, where an encoder takes it; InputError: there is none, or two disagree."""
     if not encoders:
         raise InputError("encoders: expected at least one; got none")
-    sizes: dict[Modality, int | None] = {}
-    for modality in MODALITIES:
-        known = {size for encoder in encoders if (size := encoder.row_bytes(modality)) is not None}
-        if len(known) > 1:
-            raise InputError(
-                f"encoders: expected rows of one size for every {modality}; got {sorted(known)} bytes"
-            )
-        sizes[modality] = next(iter(known), None)
+    sizes: dict[Modality, int] = {}
+    for encoder, modality in itertools.product(encoders, MODALITIES):
+        size = encoder.row_bytes(modality)
+        if size is not None and size != (known := sizes.setdefault(modality, size)):
+            got = f"{sorted([size, known])} bytes"
+            raise InputError(f"encoders: expected rows of one size for every {modality}; got {got}")
     return sizes
 
 

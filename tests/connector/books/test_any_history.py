@@ -77,16 +77,14 @@ class Bench:
     workers: list[Worker] = field(default_factory=list)
 
     @classmethod
-    def make(
-        cls, num_workers: int = 1, *, can_reduce: bool = False, max_overtakes: int = 64, **settings: Any
-    ) -> Bench:
+    def make(cls, num_workers: int = 1, *, max_overtakes: int = 64, **settings: Any) -> Bench:
         clock = Clock()
         sizes = {"host_bytes": 8 * PAGE, "device_bytes": 0, "staging_bytes": 16 * PAGE, "timeout_s": None}
         config = ConnectorConfig(**{**sizes, **settings})
         row_bytes: Callable[[str], int | None] = {"image": ROW_BYTES, "video": ROW_BYTES}.get
         settled = threading.Condition()
         settled.acquire()  # this thread is the only one
-        holdings = Holdings(config, row_bytes, settled, clock, can_reduce)
+        holdings = Holdings(config, row_bytes, settled, clock)
         bench = cls(Books(holdings, lambda digest, salt: digest + b"|" + salt.encode()), clock)
         bench.books.admission.max_overtakes = max_overtakes
         for number in range(num_workers):
@@ -130,7 +128,6 @@ class AnyHistory(RuleBasedStateMachine):
     def open(self, device_pages: int, host_pages: int) -> None:
         bench = Bench.make(
             2,
-            can_reduce=True,
             host_bytes=host_pages * PAGE,
             device_bytes=device_pages * PAGE,
             staging_bytes=6 * PAGE,
