@@ -136,7 +136,7 @@ class Source:
         medium = request.arrival.medium
         assert medium is not None
         places = request.prompt.places(request.counts, start, stop)
-        merge_rows([request.handle], places, out, medium.levels)
+        merge_rows({0: request.handle}, places, out, medium.levels)
 
     def release(self, request: Served) -> None:
         """The prompt is prefilled."""

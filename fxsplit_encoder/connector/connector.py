@@ -67,19 +67,13 @@ class Connector:
         self._copies = copies if copies is not None else Copies()
         first = make_encoders(encoders)
         lock = threading.Lock()
-        holdings = Holdings(
-            self.config,
-            row_bytes_of(first).get,
-            threading.Condition(lock),
-            can_reduce=type(processor).reduce is not MediaProcessor.reduce,
-        )
+        holdings = Holdings(self.config, row_bytes_of(first).get, threading.Condition(lock))
         self._core = Core(lock, Books(holdings, self._key_of))
         self._pool = Pool(self._core, encoders, first, self._copies)
         preparers = Preparers(self._core, processor, self._pool.stage, self.config.cpu_workers)
         self._threads = [*preparers.threads, self._core.clock.thread]
         for thread in self._threads:
             thread.start()
-        self._pool.start()
         self._at_exit = partial(self.close, EXIT_SECONDS)
         atexit.register(self._at_exit)
 
@@ -101,10 +95,9 @@ class Connector:
             InputError: the request asks for a reduction, and the processor cannot reduce; or it has no media,
                 and its prompt has placeholders.
         """
-        if request.failure.reduce is not None and not self._core.books.holdings.can_reduce:
-            raise InputError(
-                f"reduce: {type(self.processor).__name__} cannot ask less of an item; leave it out"
-            )
+        kind = type(self.processor)
+        if request.failure.reduce is not None and kind.reduce is MediaProcessor.reduce:
+            raise InputError(f"reduce: {kind.__name__} cannot ask less of an item; leave it out")
         if request.placeholders is not None and not request.items:
             request.placeholders.merged_length(())  # raises before anything is held
         with self._core.change() as books:
@@ -159,12 +152,7 @@ class Connector:
         """
         reader = torch.device(device)  # before anything is held: it may be no device
         with self._core.change() as books:
-            wanted = [item.index for item in ticket.items] if items is None else list(items)
-            for state, index in ((ticket.items[index].state, index) for index in wanted):
-                if state is not State.READY:
-                    name = f"item {index} of request {ticket.request.id}"
-                    raise InputError(f"{name}: expected it to be ready; it is {state}")
-            features = books.begin_read(ticket, wanted)
+            features = books.begin_read(ticket, range(len(ticket.items)) if items is None else items)
         event = None
         try:
             yield {
@@ -207,12 +195,13 @@ class Connector:
         if embeddings.dim() != 2 or embeddings.shape[0] != stop - start:
             raise InputError(f"embeddings: expected ({stop - start}, width); got {tuple(embeddings.shape)}")
         places = placeholders.places(counts, start, stop)
-        with self.read(ticket, sorted({*places.items.tolist()}), device=embeddings.device) as features:
+        inside = sorted({item for item, _, _ in places.pieces})
+        with self.read(ticket, inside, device=embeddings.device) as features:
             if levels is None:
                 # Of any item, so that a chunk of text alone has the levels of its request too.
                 known: Iterator[Any] = (item.metadata.get("deepstack_levels", 0) for item in ticket.items)
                 levels = int(next(known, 0))
-            rows = [features[i].rows if i in features else None for i in range(len(ticket.items))]
+            rows = {index: feature.rows for index, feature in features.items()}
             return merge_rows(rows, places, embeddings, levels)
 
     # --- workers and books

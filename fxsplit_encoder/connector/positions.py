@@ -23,24 +23,12 @@ _KEPT_LAYOUTS = 4
 
 
 class Places(NamedTuple):
-    """Which row of which item is at which position of a range of the merged sequence, (rows,) each; a chunk
-    has neighboring rows of an item one after the other.
-    """
+    """Where rows of items are in a range of the merged sequence."""
 
-    items: Integers
-    rows: Integers
     positions: Integers
-    """Counted from the beginning of the range, rising."""
+    """(rows,), counted from the beginning of the range, rising."""
     pieces: Sequence[tuple[int, int, int]]
     """Item, first row and the one after the last, of what is taken from the items one after the other."""
-
-    @classmethod
-    def of(cls, items: Integers, rows: Integers, positions: Integers) -> Places:
-        """Finds the pieces."""
-        begins = np.flatnonzero(np.diff(items, prepend=_TEXT))
-        ends = np.append(begins[1:], len(positions)) - 1
-        columns = (items[begins], rows[begins], rows[ends] + 1) if len(begins) else ()
-        return cls(items, rows, positions, [*zip(*(each.tolist() for each in columns), strict=True)])
 
 
 @dataclass(frozen=True)
@@ -97,9 +85,12 @@ class PositionMap:
     def places(self, token_counts: Sequence[int], start: int, stop: int) -> Places:
         """The rows within the positions from `start` up to `stop`; raises as `merged_length`."""
         layout = self._layout(token_counts)
-        items = layout.items[start:stop]
-        positions = np.flatnonzero(items != _TEXT)
-        return Places.of(items[positions], layout.rows[start:stop][positions], positions)
+        positions = np.flatnonzero(layout.items[start:stop] != _TEXT)
+        items, rows = layout.items[start:stop][positions], layout.rows[start:stop][positions]
+        begins = np.flatnonzero(np.diff(items, prepend=_TEXT))
+        ends = np.append(begins, len(items))[1:] - 1
+        columns = (items[begins], rows[begins], rows[ends] + 1)
+        return Places(positions, [*zip(*(each.tolist() for each in columns), strict=True)])
 
     def token_ids(self, token_counts: Sequence[int]) -> Integers:
         """The token at every position of the merged sequence, (length,); raises as `merged_length`."""
@@ -121,7 +112,10 @@ class PositionMap:
         counts = np.array(key, np.int64)
         times = np.ones(len(self.prompt_ids), np.int64)
         """How often every token of the prompt comes."""
-        indices = {modality: _indices(self.modalities, modality) for modality in self._placeholders}
+        indices = {
+            modality: np.flatnonzero([each == modality for each in self.modalities])
+            for modality in self._placeholders
+        }
         for modality, placeholder in self._placeholders.items():
             own = indices[modality]
             where = np.flatnonzero(self.prompt_ids == placeholder.token)
@@ -153,10 +147,6 @@ class _Layout:
     token_ids: Integers
     items: Integers
     rows: Integers
-
-
-def _indices(modalities: Sequence[Modality], modality: Modality) -> Integers:
-    return np.array([index for index, each in enumerate(modalities) if each == modality], np.int64)
 
 
 def _checked(
@@ -245,12 +235,12 @@ class MergedRows:
     the levels of a row are neighbors there."""
 
 
-def merge_rows(rows: Sequence[Tensor | None], places: Places, out: Tensor, levels: int = 0) -> MergedRows:
+def merge_rows(rows: Mapping[int, Tensor], places: Places, out: Tensor, levels: int = 0) -> MergedRows:
     """Copies the main output's rows to their places, and returns their deepstack levels; nothing waits for
     the device. Rows of another dtype or device are converted.
 
     Args:
-        rows: of each item, (tokens, width * (1 + levels)): the main output, then every level.
+        rows: of items by index, (tokens, width * (1 + levels)): the main output, then every level.
         places: what belongs into the range.
         out: (positions, width), embeddings of the range; written in place.
         levels: how many follow the main output.
@@ -276,12 +266,11 @@ def merge_rows(rows: Sequence[Tensor | None], places: Places, out: Tensor, level
     return MergedRows(where, joined[:, width:].view(count, levels, width).transpose(0, 1))
 
 
-def _part(own: Tensor | None, item: int, first: int, stop: int, columns: int) -> Tensor:
+def _part(own: Tensor, item: int, first: int, stop: int, columns: int) -> Tensor:
     """Some rows of an item; raises InputError where it has not as many, or not as wide ones."""
-    shape = () if own is None else own.shape
-    if own is None or len(shape) != 2 or shape[0] < stop or shape[1] != columns:
-        got = "none" if own is None else str(tuple(shape))
-        raise InputError(f"item {item}: expected rows of ({stop} or more, {columns}); got {got}")
+    shape = tuple(own.shape)
+    if len(shape) != 2 or shape[0] < stop or shape[1] != columns:
+        raise InputError(f"item {item}: expected rows of ({stop} or more, {columns}); got {shape}")
     return own if first == 0 and stop == shape[0] else own[first:stop]
 
 

@@ -67,11 +67,6 @@ GONE = frozenset({State.FAILED, State.CANCELLED})
 """The states that an item does not leave."""
 
 
-def check_transition(before: State, after: State, what: object) -> None:
-    """Asserts that one state may follow another."""
-    assert after in TRANSITIONS[before], f"{what}: {before} -> {after}"
-
-
 class Residence(StrEnum):
     """Where a feature lies."""
 

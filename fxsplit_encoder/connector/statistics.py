@@ -57,8 +57,6 @@ class ConnectorStats:
     """Items whose rows were being made for another already."""
     misses: int = 0
     """Items that had to be encoded."""
-    rejected_hits: int = 0
-    """Rows that were there, but not as many as the item has tokens: they were not used."""
     evictions: int = 0
     """Features that nobody held and that made way for others."""
     evicted_bytes: int = 0

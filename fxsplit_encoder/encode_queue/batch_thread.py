@@ -39,55 +39,6 @@ def deadline_of(timeout_s: float | None) -> float:
     return math.inf if timeout_s is None else time.monotonic() + timeout_s
 
 
-class Landing(Generic[BatchT]):
-    """Lands batches in order on a thread, which starts with the first batch."""
-
-    def __init__(self, land: Callable[[BatchT], None], on_fault: Callable[[], None], name: str) -> None:
-        self._land = land
-        self._on_fault = on_fault
-        self._name = name
-        self._batches: queue.SimpleQueue[BatchT | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-        self._num_added = self._num_landed = 0
-        self.fault: BaseException | None = None
-        """What ended the thread."""
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether every batch has landed; asked by the thread that adds."""
-        return self._num_added == self._num_landed
-
-    def add(self, batch: BatchT) -> None:
-        """Land one more batch, after those that were added before."""
-        self._num_added += 1
-        self._batches.put(batch)
-        if self._thread is None:
-            thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-            try:
-                thread.start()
-            except RuntimeError:  # the interpreter ends and starts no thread any more: land here
-                self._batches.put(None)
-                self._run()
-                return
-            self._thread = thread
-
-    def _run(self) -> None:
-        try:
-            while (batch := self._batches.get()) is not None:
-                self._land(batch)
-                del batch  # and its tensors, which may be large
-                self._num_landed += 1
-        except BaseException as error:
-            self.fault = error
-            self._on_fault()
-
-    def finish(self) -> None:
-        """Return once every batch that was added has landed, or a fault has ended the thread."""
-        if self._thread is not None:
-            self._batches.put(None)
-            self._thread.join()
-
-
 def _clear_frames(error: BaseException | None) -> None:
     """Clear the local variables of an error's frames: a log handler may keep it, and so whole batches."""
     while error is not None:
@@ -109,11 +60,10 @@ class BatchThread(ABC, Generic[BatchT]):
     def __init__(self, name: str, work: threading.Condition) -> None:
         self.name, self.work = name, work
         self.thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._landing = Landing(self.land, self._wake, f"{name}-landing")
-
-    def _wake(self) -> None:
-        with self.work:
-            self.work.notify_all()
+        self._landing = threading.Thread(target=self._land_all, name=f"{name}-landing", daemon=True)
+        self._launched: queue.Queue[BatchT | None] = queue.Queue()
+        self._fault: BaseException | None = None
+        """What ended the landing thread."""
 
     @abstractmethod
     def serving(self) -> AbstractContextManager[None]:
@@ -163,26 +113,44 @@ class BatchThread(ABC, Generic[BatchT]):
             is_over = self.launched(batch)
         except Exception as error:  # no item is to blame
             raise EncoderLostError(f"{self.name} cannot go on: {error}") from error
-        if is_over and self._landing.is_empty:
+        if is_over and not self._launched.unfinished_tasks:
             self.land(batch)
         else:
-            self._landing.add(batch)
+            self._launched.put(batch)
 
     def check(self) -> None:
         """Raise the fault that ended the landing thread, if one did."""
-        if self._landing.fault is not None:
-            raise self._landing.fault
+        if self._fault is not None:
+            raise self._fault
+
+    def _land_all(self) -> None:
+        try:
+            while (batch := self._launched.get()) is not None:
+                self.land(batch)
+                del batch  # and its tensors, which may be large
+                self._launched.task_done()
+        except BaseException as error:
+            self._fault = error
+            with self.work:
+                self.work.notify_all()
+
+    def _finish_landing(self) -> None:
+        """Return once every batch has landed, or a fault has ended the landing thread."""
+        if self._landing.is_alive():
+            self._launched.put(None)
+            self._landing.join()
 
     def _run(self) -> None:
         try:
+            self._landing.start()
             with self.serving():
                 while self._run_next():
                     pass
-                self._landing.finish()
+                self._finish_landing()
                 self.check()
         except BaseException as error:  # whatever ends this thread must not end the work that it had
             logger.warning("%s is lost", self.name, exc_info=True)
-            self._landing.finish()
+            self._finish_landing()
             self.lost(error)
             _clear_frames(error)
         finally:

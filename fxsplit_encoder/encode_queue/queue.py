@@ -133,11 +133,8 @@ class EncodeQueue(Generic[ItemT, ResultT]):
         self._again: deque[_Batch] = deque()
         """Batches ahead of all that waits: halves of failed ones, items of lost workers."""
         self._deadlines: list[tuple[float, int, _Item]] = []
-        self._late: list[_Item] = []
-        """Items that a worker found past their deadlines, for the clock."""
         self._num_submitted = 0
         self._workers: list[_QueueWorker] = []
-        self._given_up: list[_QueueWorker] = []
         self._is_closed = False
         self._counts = QueueStats()
         self._clock = Clock(self.lock, self._next_deadline, self._expire, clock, "encode-queue-clock")
@@ -159,7 +156,7 @@ class EncodeQueue(Generic[ItemT, ResultT]):
         with self.lock:
             if self._is_closed:
                 raise QueueClosedError("the queue is closed")
-            name = f"encode-queue-{len(self._workers) + len(self._given_up)}"
+            name = f"encode-queue-{len(self._workers) + self._counts.lost_workers}"
             worker = _QueueWorker(name, self, launch, start, close)
             self._workers.append(worker)
         worker.thread.start()
@@ -169,7 +166,7 @@ class EncodeQueue(Generic[ItemT, ResultT]):
     def is_alive(self) -> bool:
         """Whether it takes items: it is open, and not all of its workers were lost."""
         with self.lock:
-            return not self._is_closed and bool(self._workers or not self._given_up)
+            return not self._is_closed and bool(self._workers or not self._counts.lost_workers)
 
     # --- items
 
@@ -230,7 +227,7 @@ class EncodeQueue(Generic[ItemT, ResultT]):
     def _check_open(self, tenant: str) -> None:
         if self._is_closed:
             raise QueueClosedError("the queue is closed")
-        if self._given_up and not self._workers:
+        if self._counts.lost_workers and not self._workers:
             raise EncoderLostError("every worker was lost")
         shares, most = self._shares, self._max_items
         if most is not None and shares.is_refused(tenant, 1, most):
@@ -267,14 +264,14 @@ class EncodeQueue(Generic[ItemT, ResultT]):
             dropped = [] if drain and self._workers else list(self._waiting)
             for entry in dropped:
                 self._drop(entry)
-            unserved = [] if self._workers else [entry for batch in self._again for entry in batch.items]
-            self._again = self._again if self._workers else deque()
-            self._counts.cancelled += len(dropped) + len(unserved)
+            if not self._workers:
+                dropped += [entry for batch in self._again for entry in batch.items]
+                self._again.clear()
+            self._counts.cancelled += len(dropped)
             self.work.notify_all()
         for entry in dropped:
-            entry.future.cancel()
-        for entry in unserved:
-            entry.future.set_exception(QueueClosedError("the queue was closed before it had a worker"))
+            if not entry.future.cancel():  # of a batch that cannot be cancelled
+                entry.future.set_exception(QueueClosedError("the queue was closed before it had a worker"))
         join([worker.thread for worker in list(self._workers)], deadline)
         with self.lock:
             self._clock.stop()
@@ -285,7 +282,7 @@ class EncodeQueue(Generic[ItemT, ResultT]):
 
     def take(self, worker: _QueueWorker) -> _Batch | None:
         """The next batch of a worker; None: there is none, or it has enough. Called with the lock."""
-        if worker.is_lost or len(worker.batches) >= BATCHES_IN_FLIGHT:
+        if worker not in self._workers or len(worker.batches) >= BATCHES_IN_FLIGHT:
             return None
         if self._again:
             batch = self._again.popleft()
@@ -294,38 +291,32 @@ class EncodeQueue(Generic[ItemT, ResultT]):
             if not batch.items:
                 return None
             self._counts.batches += 1
-        worker.begin(batch, self.clock())
+        batch.begin = self.clock()
+        worker.batches[batch] = None
         self._clock.look()
         return batch
 
     def _choose(self) -> list[_Item]:
         chosen: list[_Item] = []
-        cost = 0.0
-        while (entry := self._waiting.first()) is not None:
+        cost, now = 0.0, self.clock()
+        # The clock is about to fail what is late.
+        while (entry := next((each for each in self._waiting if now < each.deadline), None)) is not None:
             if chosen and cost + entry.cost > self._max_batch_cost:
                 break
             self._waiting.take(entry)
             self._shares.change(entry.tenant, -1)
-            if not entry.future.set_running_or_notify_cancel():
-                self._counts.cancelled += 1
-            elif entry.deadline <= self.clock():
-                self._late.append(entry)  # its callbacks must not be called with the lock
-            else:
+            if entry.future.set_running_or_notify_cancel():
                 chosen.append(entry)
                 cost += entry.cost
-        self._clock.look()
+            else:
+                self._counts.cancelled += 1
         return chosen
-
-    def halves(self, batch: _Batch) -> list[_Batch]:
-        """Two batches of one; called with the lock."""
-        self._counts.bisections += 1
-        middle = len(batch.items) // 2
-        return [_Batch(batch.items[:middle]), _Batch(batch.items[middle:])]
 
     def is_done(self, worker: _QueueWorker) -> bool:
         """Whether a worker has nothing to take any more; called with the lock."""
         others = any(each.batches for each in self._workers)  # which may fail, and come again in halves
-        return worker.is_lost or (self._is_closed and not (self._again or self._waiting or others))
+        is_empty = not (self._again or self._waiting or others)
+        return worker not in self._workers or (self._is_closed and is_empty)
 
     def finish(self, worker: _QueueWorker, batch: _Batch, results: Sequence[Any]) -> None:
         """Publish the results of a batch, unless its worker was given up."""
@@ -342,22 +333,26 @@ class EncodeQueue(Generic[ItemT, ResultT]):
             else:
                 entry.future.set_result(result)
 
-    def retry(self, worker: _QueueWorker, batch: _Batch) -> None:
-        """Have a batch that failed when it landed launched again in halves."""
+    def fail(self, worker: _QueueWorker, batch: _Batch, error: Exception) -> None:
+        """Have a batch that failed launched again in halves, unless an item is to blame."""
+        if len(batch.items) == 1:
+            self.finish(worker, batch, [error])
+            return
         with self.lock:
             if worker.end(batch):
-                self._again.extendleft(reversed(self.halves(batch)))
+                self._counts.bisections += 1
+                middle = len(batch.items) // 2
+                halves = (batch.items[middle:], batch.items[:middle])
+                self._again.extendleft(map(_Batch, halves))
                 self.work.notify_all()
 
     def lose(self, worker: _QueueWorker, why: str) -> None:
         """Give a worker up; what it had goes to others, one item at a time, or fails."""
         failed = []
         with self.lock:
-            if worker.is_lost:
+            if worker not in self._workers:
                 return
-            worker.is_lost = True
             self._workers.remove(worker)
-            self._given_up.append(worker)
             self._counts.lost_workers += 1
             for entry in [entry for batch in worker.batches for entry in batch.items]:
                 entry.num_losses += 1
@@ -381,8 +376,6 @@ class EncodeQueue(Generic[ItemT, ResultT]):
     # --- time
 
     def _next_deadline(self) -> float:
-        if self._late:
-            return -math.inf
         while self._deadlines and self._deadlines[0][2] not in self._waiting:
             heapq.heappop(self._deadlines)
         first = self._deadlines[0][0] if self._deadlines else math.inf
@@ -392,12 +385,13 @@ class EncodeQueue(Generic[ItemT, ResultT]):
     def _expire(self) -> None:
         with self.lock:
             now = self.clock()
-            expired, self._late = self._late, []
+            expired = []
             while self._deadlines and self._deadlines[0][0] <= now:
                 entry = heapq.heappop(self._deadlines)[2]
                 if self._drop(entry) and entry.future.set_running_or_notify_cancel():
                     expired.append(entry)
             self._counts.expired += len(expired)
+            self.work.notify_all()
             late = now - self._longest
             hung = [each for each in self._workers if any(batch.begin <= late for batch in each.batches)]
         for entry in expired:
@@ -420,16 +414,10 @@ class _QueueWorker(BatchThread[_Batch]):
     ) -> None:
         super().__init__(name, source.work)
         self._source = source
-        self._launch, self._start, self._close = launch, start, close
+        self._launch, self._start, self._close = launch, start or (lambda: None), close or (lambda: None)
         self.started: Future[None] = Future()
         self.batches: dict[_Batch, None] = {}
         """Those that it has taken and that have not landed."""
-        self.is_lost = False
-
-    def begin(self, batch: _Batch, now: float) -> None:
-        """It has a batch; called with the lock."""
-        batch.begin = now
-        self.batches[batch] = None
 
     def end(self, batch: _Batch) -> bool:
         """It has a batch no more; False: nor had it, since it was given up. Called with the lock."""
@@ -439,8 +427,7 @@ class _QueueWorker(BatchThread[_Batch]):
 
     @contextmanager
     def serving(self) -> Iterator[None]:
-        if self._start is not None:
-            self._start()
+        self._start()
         self.started.set_result(None)
         yield
 
@@ -456,16 +443,8 @@ class _QueueWorker(BatchThread[_Batch]):
         batch.handle = self._launch([entry.value for entry in batch.items])
 
     def split(self, batch: _Batch, error: Exception) -> Sequence[_Batch]:
-        if len(batch.items) == 1:
-            self._source.finish(self, batch, [error])
-            return []
-        with self._source.lock:
-            if not self.end(batch):
-                return []
-            halves = self._source.halves(batch)
-            for half in halves:
-                self.begin(half, self._source.clock())
-        return halves
+        self._source.fail(self, batch, error)
+        return []
 
     def land(self, batch: _Batch) -> None:
         assert batch.handle is not None
@@ -477,12 +456,9 @@ class _QueueWorker(BatchThread[_Batch]):
         except self.FATAL:
             raise
         except Exception as error:
-            if len(batch.items) == 1:
-                self._source.finish(self, batch, [error])
-            else:
-                self._source.retry(self, batch)
-            return
-        self._source.finish(self, batch, results)
+            self._source.fail(self, batch, error)
+        else:
+            self._source.finish(self, batch, results)
 
     def lost(self, error: BaseException) -> None:
         if not self.started.done():
@@ -490,5 +466,4 @@ class _QueueWorker(BatchThread[_Batch]):
         self._source.lose(self, f"{type(error).__name__}: {error}")
 
     def close(self) -> None:
-        if self._close is not None:
-            self._close()
+        self._close()

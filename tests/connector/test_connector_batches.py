@@ -15,7 +15,6 @@ from torch import Tensor
 from fxsplit_encoder.connector.books import encoding
 from fxsplit_encoder.connector.books.audit import audit
 from fxsplit_encoder.connector.books.encoding import Batch, Worker, WorkerStatus
-from fxsplit_encoder.connector.books.preparation import Digested
 from fxsplit_encoder.connector.books.tickets import Account
 from fxsplit_encoder.connector.connector import Connector
 from fxsplit_encoder.connector.fake import FakeEncoder
@@ -56,8 +55,8 @@ def test_a_worker_has_a_stream_of_its_own(device: object) -> None:
 
     class OwnStreams(Copies):
         @contextlib.contextmanager
-        def own_stream(self, device: torch.device | None, priority: int = 0) -> Iterator[None]:
-            inside.append((device, priority))
+        def own_stream(self, device: torch.device | str | None, priority: int = 0) -> Iterator[None]:
+            inside.append((None if device is None else torch.device(device), priority))
             yield
             inside.pop()
 
@@ -305,9 +304,7 @@ def test_items_are_preprocessed_though_others_are_to_be_hashed() -> None:
         job = bench.books.preparation.take()
         kinds.append(isinstance(job, tuple))
         if isinstance(job, tuple):
-            bench.books.preparation.digested(
-                *job, Digested(job[1].media, 4, str(job[1].media.media).encode())
-            )
+            bench.books.preparation.digested(*job, (job[1].media, 4, str(job[1].media.media).encode()))
         bench.books.settle()
     assert kinds == [True, False] * 6
 

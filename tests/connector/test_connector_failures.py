@@ -522,11 +522,7 @@ def test_rows_for_the_host_are_there_when_they_are_merged() -> None:
 
     out = torch.zeros(3, 8)
     with Watch():
-        merge_rows(
-            [torch.ones(3, 8, dtype=torch.float64)],
-            Places.of(np.zeros(3, np.int64), np.arange(3), np.arange(3)),
-            out,
-        )
+        merge_rows({0: torch.ones(3, 8, dtype=torch.float64)}, Places(np.arange(3), [(0, 0, 3)]), out)
     assert asked == [False] and bool((out == 1).all())
 
 

@@ -62,7 +62,9 @@ def test_every_modality_has_a_token_of_its_own() -> None:
 
 
 def walked(places: Places) -> list[tuple[int, int, int]]:
-    return list(zip(*(column.tolist() for column in places[:3]), strict=True))
+    """Item, row and position of each row."""
+    rows = [(item, row) for item, first, stop in places.pieces for row in range(first, stop)]
+    return [(*row, where) for row, where in zip(rows, places.positions.tolist(), strict=True)]
 
 
 def test_items_without_rows_are_left_out_with_the_tokens_around_them() -> None:
@@ -82,8 +84,8 @@ def test_a_reduced_item_has_fewer_tokens_where_it_was_expanded() -> None:
     tokens = [1, *[IMAGE] * 4, *[IMAGE] * 3, 2]
     known = PositionMap(tokens, ["image", "image"], TOKENS, [4, 3])
     assert known.token_ids([2, 3]).tolist() == [1, *[IMAGE] * 5, 2]
-    assert known.places([2, 3], 0, 9).items.tolist() == [0, 0, 1, 1, 1]
-    assert known.places([4, 5], 0, 99).rows.tolist() == [0, 1, 2, 3, 0, 1, 2, 3, 4]
+    assert known.places([2, 3], 0, 9).pieces == [(0, 0, 2), (1, 0, 3)]
+    assert known.places([4, 5], 0, 99).pieces == [(0, 0, 4), (1, 0, 5)]
     apart = PositionMap([VIDEO, 1, VIDEO, VIDEO], ["video"], TOKENS, [3])
     with pytest.raises(InputError, match="video 0 has 2 rows where the prompt was expanded for 3"):
         apart.places([2], 0, 9)
@@ -184,7 +186,7 @@ def test_chunks_put_every_row_where_it_belongs(
         whole = torch.full((1 + stop - start, width + 3), -1.0, dtype=dtype)
         expected = whole.clone()
         out = whole[shift : shift + stop - start, shift : shift + width]
-        merged = merge_rows(rows, prompt.places(counts, start, stop), out, levels)
+        merged = merge_rows(dict(enumerate(rows)), prompt.places(counts, start, stop), out, levels)
         for each in rows:
             each.fill_(-7)
         inside = (where >= start) & (where < stop)
@@ -198,7 +200,8 @@ def test_chunks_put_every_row_where_it_belongs(
 def test_embeddings_that_autograd_watches_are_written_too() -> None:
     weight = torch.ones(1, 8, requires_grad=True)
     out = weight.expand(4, 8) * 1
-    merge_rows([torch.zeros(2, 8)], PositionMap([9, 5, 9, 5], ["image"], {"image": 9}).places([2], 0, 4), out)
+    places = PositionMap([9, 5, 9, 5], ["image"], {"image": 9}).places([2], 0, 4)
+    merge_rows({0: torch.zeros(2, 8)}, places, out)
     out.sum().backward()
     assert weight.grad is not None
     assert torch.equal(weight.grad, torch.full((1, 8), 2.0))

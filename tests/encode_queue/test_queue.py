@@ -19,7 +19,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fxsplit_encoder.encode_queue.fair_queue import FIRST, FairQueue
+from fxsplit_encoder.encode_queue.fair_queue import FairQueue
 from fxsplit_encoder.encode_queue.queue import EncodeQueue
 from fxsplit_encoder.errors import (
     EncoderLostError,
@@ -434,7 +434,7 @@ def test_the_interpreter_may_end_while_items_are_encoded() -> None:
     assert lines[-1] == "closed" and 1 <= lines.count("landed") <= 3
 
 
-# --- what is served next, among priorities, tenants and flows
+# --- what is served next, among tenants and flows
 
 
 def served(queue: FairQueue[str]) -> list[str]:
@@ -449,7 +449,7 @@ def served(queue: FairQueue[str]) -> list[str]:
 def test_what_was_served_in_vain_comes_first_and_costs_nothing_again() -> None:
     queue: FairQueue[str] = FairQueue()
     queue.push("a", flow="a", cost=5.0)
-    queue.push("again", flow="b", cost=50.0, priority=FIRST)
+    queue.push("again", flow="b", cost=50.0, is_first=True)
     assert next(iter(queue)) == "again"
     queue.take("again")
     queue.push("c", flow="b", cost=1.0)
@@ -494,18 +494,18 @@ def test_a_queue_serves_tenants_alike_whatever_their_number_of_flows() -> None:
         queue.push(f"m{number}", flow=number, cost=1.0, tenant="many")
     queue.push("f0", 0, 2.0, "few")
     queue.push("f1", 0, 1.0, "few")
-    queue.push("again", 7, 9.0, "few", priority=FIRST)
+    queue.push("again", 7, 9.0, "few", is_first=True)
     order = served(queue)
     assert order[0] == "again"
     assert [name for name in order if name[0] == "m"] == [f"m{number}" for number in range(6)]
     assert order.index("f0") <= 2 and order.index("f1") <= 5
 
 
-def test_priorities_go_before_tenants_and_a_flow_is_in_order() -> None:
+def test_what_comes_first_is_in_order_as_a_flow_is() -> None:
     queue: FairQueue[str] = FairQueue()
     for name in ("a1", "a2", "a3"):
         queue.push(name, None, 1.0, "a")
     queue.push("b1", None, 1.0, "b")
-    queue.push("a4", None, 0.0, "a", priority=1)
-    queue.push("b2", None, 0.0, "b", priority=-1)
-    assert served(queue) == ["a4", "a1", "b1", "a2", "a3", "b2"]
+    queue.push("a4", None, 5.0, "a", is_first=True)
+    queue.push("b2", None, 0.0, "b", is_first=True)
+    assert served(queue) == ["a4", "b2", "a1", "b1", "a2", "a3"]

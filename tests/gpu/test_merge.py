@@ -41,7 +41,7 @@ def test_rows_reach_their_places_without_a_synchronization(name: str, levels: in
     rows = [torch.randn(count, wide, device="cuda", dtype=torch.bfloat16) for count in counts]
     out = torch.zeros(len(tokens), 64, device="cuda", dtype=torch.bfloat16)
     with no_synchronization():
-        merged = merge_rows(rows, prompt.places(counts, 0, len(tokens)), out, levels)
+        merged = merge_rows(dict(enumerate(rows)), prompt.places(counts, 0, len(tokens)), out, levels)
     where = np.flatnonzero(np.array(tokens) == IMAGE)
     assert merged.positions.tolist() == where.tolist()
     assert torch.equal(out[merged.positions], torch.cat(rows)[:, :64])
@@ -56,7 +56,7 @@ def test_five_thousand_rows_take_little_longer_than_torchs_copies_of_them(name: 
     tokens, counts, prompt = prompt_of(name)
     rows = [torch.randn(count, WIDTH, device="cuda", dtype=torch.bfloat16) for count in counts]
     out = torch.zeros(len(tokens), WIDTH, device="cuda", dtype=torch.bfloat16)
-    places = prompt.places(counts, 0, len(tokens))
+    places, by_item = prompt.places(counts, 0, len(tokens)), dict(enumerate(rows))
 
     def copy() -> None:
         moved = torch.from_numpy(places.positions).pin_memory().to("cuda", non_blocking=True)
@@ -64,7 +64,7 @@ def test_five_thousand_rows_take_little_longer_than_torchs_copies_of_them(name: 
 
     best = {"merge": float("inf"), "copy": float("inf")}
     for _ in range(50):
-        for which, call in (("merge", lambda: merge_rows(rows, places, out)), ("copy", copy)):
+        for which, call in (("merge", lambda: merge_rows(by_item, places, out)), ("copy", copy)):
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             torch.cuda.synchronize()
             start.record()

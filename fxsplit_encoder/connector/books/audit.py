@@ -12,7 +12,7 @@ from fxsplit_encoder.connector.states import GONE, WAITING, Residence, State
 
 def audit(books: Books) -> list[str]:
     """Count again; a sentence for all that does not add up, of which there is nothing after `settle`."""
-    return [*_tickets(books), *_entries(books), *_cache(books), *_queues(books), *_memory(books)]
+    return [*_tickets(books), *_entries(books), *_queues(books), *_memory(books)]
 
 
 def _tickets(books: Books) -> Iterator[str]:
@@ -55,7 +55,7 @@ def _item(item: Occurrence) -> Iterator[str]:
 
 
 def _entries(books: Books) -> Iterator[str]:
-    for entry in books.holdings.storage.entries:
+    for entry in books.holdings.storage.entries.values():
         for item in entry.holders:
             if item.entry is not entry or item.ticket.number not in books.holdings.tickets:
                 yield f"{entry}: held by {item}, which does not know"
@@ -74,20 +74,8 @@ def _entries(books: Books) -> Iterator[str]:
             yield f"{entry}: has {own} bytes to be encoded"
 
 
-def _cache(books: Books) -> Iterator[str]:
-    storage = books.holdings.storage
-    for entry in storage.entries:
-        if entry.key is not None and storage.by_key.get(entry.key) is not entry:
-            yield f"{entry}: is not found under its key"
-        rests = entry.state is State.READY and not entry.holders
-        if rests != (entry in storage.resting):
-            yield f"{entry}: has {len(entry.holders)} holders, and rests: {not rests}"
-    if not {*storage.resting, *storage.by_key.values()} <= set(storage.entries):
-        yield "a feature is found, and not known"
-
-
 def _queues(books: Books) -> Iterator[str]:
-    holdings, entries = books.holdings, books.holdings.storage.entries
+    holdings, entries = books.holdings, books.holdings.storage.entries.values()
     queued = {entry for entry in entries if entry.state is State.QUEUED}
     if queued != set(holdings.to_encode):
         yield f"{len(queued)} features are queued, the queue has {len(holdings.to_encode)}"
@@ -120,9 +108,9 @@ def _memory(books: Books) -> Iterator[str]:
 def _held(books: Books) -> Iterator[Memory]:
     """All memory that is reserved, as the objects say."""
     storage = books.holdings.storage
-    features = [*storage.quarantine, *(entry.feature for entry in storage.entries if entry.feature)]
+    features = [*storage.quarantine, *(entry.feature for entry in storage.entries.values() if entry.feature)]
     held = [feature.memory for feature in features]
-    held += [memory for entry in storage.entries for memory in (entry.memory, entry.inputs)]
+    held += [memory for entry in storage.entries.values() for memory in (entry.memory, entry.inputs)]
     held += [item.memory for ticket in books.holdings.tickets.values() for item in ticket.items]
     held += [batch.memory for worker in books.encoding.workers.values() for batch in worker.batches]
     return (memory for memory in held if memory is not None)

@@ -140,7 +140,7 @@ class Books:
         live = [each for each in _chosen(ticket, item) if each.is_live]
         for each in live:
             each.num_holds -= 1
-            if keep and each.entry is not None and each.entry.key is not None:
+            if keep and each.entry is not None:
                 each.entry.keep = True
             if not each.num_holds:
                 self.holdings.detach(each, State.CANCELLED if each.state in WAITING else State.RELEASED)
@@ -217,13 +217,17 @@ class Books:
     # --- reading
 
     def begin_read(self, ticket: Ticket, items: Iterable[int]) -> dict[int, Feature]:
-        """The features of some items, which stay where they are until `end_read`."""
+        """The features of some items, which stay until `end_read`; InputError: one has none."""
         features = {}
         for index in items:
-            entry = ticket.items[index].entry
-            assert entry is not None and entry.feature is not None
-            entry.feature.num_reads += 1
-            features[index] = entry.feature
+            item = ticket.items[index]
+            if item.state is not State.READY:
+                name = f"item {index} of request {ticket.request.id}"
+                raise InputError(f"{name}: expected it to be ready; it is {item.state}")
+            assert item.entry is not None and item.entry.feature is not None
+            features[index] = item.entry.feature
+        for feature in features.values():
+            feature.num_reads += 1
         return features
 
     def end_read(self, features: Iterable[Feature], event: Event | None) -> None:
@@ -249,7 +253,7 @@ class Books:
 
     def clear_cache(self) -> None:
         """Free every feature that no item holds."""
-        for entry in list(self.holdings.storage.resting):
+        for entry in self.holdings.storage.resting:
             self.holdings.drop(entry, State.RELEASED)
 
     def close(self) -> None:

@@ -11,7 +11,6 @@ from typing import Any
 from fxsplit_encoder.connector.books.holdings import Holdings
 from fxsplit_encoder.connector.books.tickets import Account, Entry, Event, Feature, has_passed
 from fxsplit_encoder.connector.states import Residence, State
-from fxsplit_encoder.encode_queue.fair_queue import FIRST
 from fxsplit_encoder.encode_queue.queue import BATCHES_IN_FLIGHT, MOST_LOSSES
 from fxsplit_encoder.errors import ConnectorError
 
@@ -85,7 +84,7 @@ class Batch(Event):
         self.worker = worker
         self.memory = worker.staging.take(sum(entry.num_bytes for entry in entries))
         self.entries = entries
-        self.inputs = [entry.prepared for entry in entries]
+        self.inputs: list[Any] = [entry.prepared for entry in entries]
         """Kept for as long as a device may read them."""
         self.cost = sum(entry.cost for entry in entries)
         self.taken_at = now
@@ -101,11 +100,14 @@ class Batch(Event):
         """What is known to have failed."""
         self.is_launched = False
         """Whether the device was given everything, and what is above will not change."""
-        self.is_lost = False
-        """Whether its worker was given up, so that its results are dropped."""
         self.has_returned = False
         """Whether the worker's thread has finished it."""
         worker.batches[self] = None
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether its worker has it no more, so that its results are dropped."""
+        return self not in self.worker.batches
 
     @property
     def has_ended(self) -> bool:
@@ -264,12 +266,12 @@ class Encoding:
             placed[entry] = entry.feature
         return placed
 
-    def _orphan(self, entry: Entry, events: Sequence[Event]) -> Feature:
-        """Take rows that will not arrive from their entry, with the buffer that they may be copied to."""
+    def _free_rows(self, entry: Entry, events: Sequence[Event]) -> None:
+        """Free rows that will not arrive, with the buffer that they may be copied to until some events."""
         feature, entry.feature = entry.feature, None
-        assert feature is not None
-        feature.read_events = list(events)
-        return feature
+        if feature is not None:
+            feature.read_events = list(events)
+            self._storage.free(feature)
 
     def launched(self, batch: Batch) -> None:
         """The device was given everything of a batch, and it is not over yet."""
@@ -290,8 +292,8 @@ class Encoding:
         """Every row of a batch is where it will lie, but for those of entries that failed."""
         worker = batch.worker
         batch.has_returned = True
-        if batch not in worker.batches:
-            return  # it is lost, or somebody saw it before
+        if batch.is_lost:
+            return  # or somebody saw it before
         worker.finish(batch.taken_at, self._clock(), self._config.max_busy_share)
         worker.num_losses = 0
         for entry in batch.entries:
@@ -306,12 +308,9 @@ class Encoding:
         batch.close()
 
     def _arrive(self, entry: Entry) -> None:
-        if entry.memory is not None:  # they lie on a device
-            entry.memory.free()
-            entry.memory = None
+        entry.drop_memory()  # it has some where rows lie on a device
         entry.media = None
         entry.drop_inputs()
-        self._storage.was_freed = True
         if not entry.is_wanted:
             self._stats.discarded += 1
             self._holdings.drop(entry, State.CANCELLED)
@@ -323,8 +322,7 @@ class Encoding:
             self._storage.rest(entry)
 
     def _fail(self, entry: Entry, error: ConnectorError, batch: Batch) -> None:
-        if entry.feature is not None:
-            self._storage.free(self._orphan(entry, batch.events))
+        self._free_rows(entry, batch.events)
         if not entry.is_wanted:
             self._holdings.drop(entry, State.CANCELLED)
             return
@@ -340,12 +338,11 @@ class Encoding:
 
     def _lose(self, batch: Batch) -> None:
         """Pass the entries of a batch on, each alone; its memory is kept until its thread has returned."""
-        batch.is_lost = True
         del batch.worker.batches[batch]
-        rest = Feature((batch.outputs, batch.inputs), Residence.NONE, batch.memory, read_events=[batch])
-        placed = [entry for entry in batch.entries if entry.feature is not None]
-        for feature in (rest, *(self._orphan(entry, [batch]) for entry in placed)):
-            self._storage.free(feature)
+        used = (batch.outputs, batch.inputs)
+        self._storage.free(Feature(used, Residence.NONE, batch.memory, read_events=[batch]))
+        for entry in batch.entries:
+            self._free_rows(entry, [batch])
         for entry in batch.entries:
             self._pass_on(entry)
 
@@ -361,7 +358,7 @@ class Encoding:
             error = ConnectorError(message, "worker_lost", retryable=True)
             self._holdings.fail(entry, error, may_retry=False)
         else:
-            self._holdings.enqueue(entry, FIRST)
+            self._holdings.enqueue(entry, is_first=True)
 
 
 def _not_finite(batch: Batch, entry: Entry) -> ConnectorError | None:

@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from weakref import WeakValueDictionary
 
 from fxsplit_encoder.connector.books.tickets import (
@@ -23,7 +22,7 @@ from fxsplit_encoder.connector.interfaces import Modality
 from fxsplit_encoder.connector.request import ConnectorConfig
 from fxsplit_encoder.connector.states import GONE, WAITING, Residence, State
 from fxsplit_encoder.connector.statistics import ConnectorStats
-from fxsplit_encoder.encode_queue.fair_queue import FIRST, FairQueue, Shares
+from fxsplit_encoder.encode_queue.fair_queue import FairQueue, Shares
 from fxsplit_encoder.errors import ConnectorError
 
 
@@ -39,16 +38,10 @@ class Storage:
         self.inputs = Account("inputs", None)
         """Preprocessed items; `Preparation` bounds them."""
         self.accounts = {account.name: account for account in (self.host, self.inputs)}
-        self.entries: dict[Entry, None] = {}
-        """Every feature that is being made or kept, shared or not."""
-        self.by_key: dict[bytes, Entry] = {}
-        """Those that are shared, from the moment that one is being made."""
-        self.resting: dict[Entry, None] = {}
-        """Entries without holders, least recently used first."""
+        self.entries: dict[tuple[bytes, int], Entry] = {}
+        """Every feature that is being made or kept, by name and tokens."""
         self.quarantine: dict[Feature, None] = {}
         """Features that are gone, but that a device may still read or write."""
-        self.was_freed = False
-        """Whether a ticket that waits for memory may have come to its turn."""
         self.idle_bytes = 0
         """Of host buffers that were let go since the allocator was last told to give memory back."""
         self._device_bytes = config.device_bytes
@@ -61,32 +54,28 @@ class Storage:
     # --- the cache
 
     def add(self, entry: Entry) -> None:
-        """From now on others may join; an entry without a key is not shared."""
-        self.entries[entry] = None
-        if entry.key is not None:
-            assert entry.key not in self.by_key
-            self.by_key[entry.key] = entry
+        """From now on others may join."""
+        assert entry.key not in self.entries
+        self.entries[entry.key] = entry
 
     def remove(self, entry: Entry) -> None:
         """Take an entry out of the cache, and free what it has."""
-        del self.entries[entry]
-        self.resting.pop(entry, None)
-        if entry.key is not None:
-            del self.by_key[entry.key]
+        del self.entries[entry.key]
         entry.drop_inputs()
-        if entry.memory is not None:
-            entry.memory.free()
-            entry.memory = None
+        entry.drop_memory()
         if entry.feature is not None:
             feature, entry.feature = entry.feature, None
             self.free(feature)
-        self.was_freed = True
 
     def rest(self, entry: Entry) -> None:
         """Nobody holds a READY entry any more, and it was used last."""
-        assert entry.state is State.READY and not entry.holders and entry not in self.resting
-        self.resting[entry] = None
-        self.was_freed = True
+        self.entries[entry.key] = self.entries.pop(entry.key)
+        self.host.was_freed = True
+
+    @property
+    def resting(self) -> list[Entry]:
+        """Features that are there and that nobody holds, least recently used first."""
+        return [each for each in self.entries.values() if each.state is State.READY and not each.holders]
 
     # --- memory
 
@@ -135,7 +124,6 @@ class Storage:
         """Free what is in quarantine and not in use any more."""
         for feature in [feature for feature in self.quarantine if feature.is_idle]:
             del self.quarantine[feature]
-            self.was_freed = True
             feature.rows = None
             if feature.memory is not None:
                 feature.memory.free()
@@ -148,7 +136,6 @@ class Holdings:
     Args:
         row_bytes: of a feature's rows; None: no encoder takes the modality.
         settled: over the lock; notified whenever a ticket has settled.
-        can_reduce: whether the processor can ask less of an item.
     """
 
     def __init__(
@@ -157,10 +144,8 @@ class Holdings:
         row_bytes: Callable[[Modality], int | None],
         settled: threading.Condition,
         clock: Callable[[], float] = time.monotonic,
-        can_reduce: bool = False,
     ) -> None:
-        self.config, self.row_bytes, self.settled = config, row_bytes, settled
-        self.clock, self.can_reduce = clock, can_reduce
+        self.config, self.row_bytes, self.settled, self.clock = config, row_bytes, settled, clock
         self.stats = ConnectorStats(max_batch_items=config.max_batch_items)
         self.storage = Storage(config, self.stats)
         self.tickets: dict[int, Ticket] = {}
@@ -194,12 +179,11 @@ class Holdings:
         assert item.entry is None
         item.entry = entry
         entry.holders[item] = None
-        self.storage.resting.pop(entry, None)
         if item.state is not entry.state:
             item.move(entry.state)
         if entry.state is State.READY:
             item.metadata = entry.metadata
-        if item.ticket.request.retention == "keep" and entry.key is not None:
+        if item.ticket.request.retention == "keep":
             entry.keep = True
         self.touch(item.ticket)
 
@@ -213,7 +197,7 @@ class Holdings:
         if was_undigested:
             self.await_memory(ticket)
         self.to_digest.discard(item)
-        self.drop_memory(item)
+        item.drop_memory()
         if entry is not None:
             del entry.holders[item]
             if not entry.holders:
@@ -236,6 +220,7 @@ class Holdings:
         """An entry and all its items change their state."""
         entry.move(state)
         for item in entry.holders:
+            item.move(state)
             self.touch(item.ticket)
 
     def drop(self, entry: Entry, state: State) -> None:
@@ -245,13 +230,6 @@ class Holdings:
         self.to_prepare.discard(entry)
         self.to_encode.discard(entry)
         self.storage.remove(entry)
-
-    def drop_memory(self, item: Occurrence) -> None:
-        """Free what an item has of its own."""
-        if item.memory is not None:
-            item.memory.free()
-            item.memory = None
-            self.storage.was_freed = True
 
     # --- failures
 
@@ -267,7 +245,7 @@ class Holdings:
             for item in entry.holders:
                 item.retries_left -= 1
             self.stats.retries += 1
-            self.enqueue(entry, FIRST)
+            self.enqueue(entry, is_first=True)
         else:
             self.drop(entry, State.FAILED)
         for item in reducing:
@@ -276,16 +254,16 @@ class Holdings:
             if item not in reducing and item.state in WAITING:  # else it went with another item of its ticket
                 self.fail_item(item, error)
 
-    def enqueue(self, entry: Entry, priority: float = 0.0) -> None:
+    def enqueue(self, entry: Entry, *, is_first: bool = False) -> None:
         """An entry waits for what it needs next."""
         assert entry.feature is None
         if entry.prepared is None:
             assert entry.state is State.NEW
-            self.to_prepare.push(entry, entry.flow, entry.num_tokens, entry.tenant, priority=priority)
+            self.to_prepare.push(entry, entry.flow, entry.num_tokens, entry.tenant, is_first=is_first)
         else:
             if entry.state is not State.QUEUED:
                 self.move(entry, State.QUEUED)
-            self.to_encode.push(entry, entry.flow, entry.cost, entry.tenant, priority=priority)
+            self.to_encode.push(entry, entry.flow, entry.cost, entry.tenant, is_first=is_first)
 
     def fail_item(self, item: Occurrence, error: ConnectorError, *, may_go_on: bool = True) -> None:
         """An item fails, and its request goes on as text or not, as it asked, if it may."""
@@ -309,7 +287,7 @@ class Holdings:
     # --- asking less of an item
 
     def _may_reduce(self, item: Occurrence, error: ConnectorError) -> bool:
-        asked = item.ticket.request.failure.reduce is not None and self.can_reduce
+        asked = item.ticket.request.failure.reduce is not None
         return asked and error.kind == "out_of_memory" and item.ticket.ready_at is None
 
     def _inherit(self, item: Occurrence, entry: Entry) -> bool:
@@ -325,7 +303,7 @@ class Holdings:
         if item.state is not State.NEW:
             item.move(State.NEW)
         tenant = item.ticket.request.tenant
-        self.to_digest.push(item, item.ticket.number, 1.0, tenant, priority=FIRST)
+        self.to_digest.push(item, item.ticket.number, 1.0, tenant, is_first=True)
         self.touch(item.ticket)
 
     # --- tickets
@@ -341,7 +319,7 @@ class Holdings:
             return
         if ticket not in self.to_admit:
             self.to_admit.push(ticket, None, 1.0, ticket.request.tenant)
-        self.storage.was_freed = True
+        self.storage.host.was_freed = True
 
     def settle(self) -> None:
         """At the end of every change: tell what became of the tickets that it concerns."""
@@ -381,22 +359,6 @@ _MOST_LOOKED_AT = 16
 """Tickets of a tenant that may find too little memory before its others are not tried."""
 
 
-@dataclass
-class _Group:
-    """Equal items of a request, and the feature that they will share."""
-
-    entry: Entry
-    items: list[Occurrence]
-    is_new: bool
-    is_rejected: bool = False
-    """Whether there are rows of the same name, but not as many."""
-
-    @property
-    def heir(self) -> Occurrence | None:
-        """The item whose own memory a new feature takes over, if one has some."""
-        return next((item for item in self.items if self.is_new and item.memory is not None), None)
-
-
 class Admission:
     """Lets requests in whose items are hashed; `key_of` names a feature by digest and salt."""
 
@@ -410,8 +372,8 @@ class Admission:
 
     def run(self) -> None:
         """Lets in whom memory suffices for, tenants in turn."""
-        while self._storage.was_freed:  # whom is let in may fail others, which frees memory
-            self._storage.was_freed = False
+        while self._storage.host.was_freed:  # whom is let in may fail others, which frees memory
+            self._storage.host.was_freed = False
             blocked: dict[str, list[Ticket]] = {}
             for ticket in list(self._holdings.to_admit):
                 own = blocked.setdefault(ticket.request.tenant, [])
@@ -429,56 +391,42 @@ class Admission:
 
     def admit(self, ticket: Ticket, items: Sequence[Occurrence]) -> bool:
         """Find, join or reserve memory for all of these items, or for none: then nothing changes."""
-        groups = self._groups(ticket, items)
-        found = {group.entry for group in groups if not group.is_new}
-        needing = [group.entry for group in groups if group.is_new and group.heir is None]
-        reserved = self._storage.reserve([entry.num_bytes for entry in needing], spared=found)
+        sharing: dict[Entry, list[Occurrence]] = {}
+        new: dict[tuple[bytes, int], Entry] = {}
+        for item in items:
+            assert item.digest is not None
+            # Rows of another size are another feature: so a request needs no more memory than was checked.
+            key = (self._key_of(item.digest, ticket.request.salt), item.num_tokens)
+            entry = self._storage.entries.get(key) or new.get(key)
+            if entry is None:
+                row_bytes = self._holdings.row_bytes(item.media.modality)
+                assert row_bytes is not None  # checked when it was counted
+                entry = new[key] = Entry(key, item, row_bytes * item.num_tokens)
+            sharing.setdefault(entry, []).append(item)
+        # A new feature takes over what one of its items has of its own.
+        heirs = {entry: item for entry in new.values() for item in sharing[entry] if item.memory is not None}
+        needing = [entry for entry in new.values() if entry not in heirs]
+        reserved = self._storage.reserve([entry.num_bytes for entry in needing], spared=sharing)
         if reserved is None:
             return False
         for entry, memory in zip(needing, reserved, strict=True):
             entry.memory = memory
-        for group in groups:
-            self._let_in(group)
-        return True
-
-    def _groups(self, ticket: Ticket, items: Sequence[Occurrence]) -> list[_Group]:
-        """Group items of one key and size, which share a feature, also where the key belongs to rows of
-        another size: so a request never needs more memory than its distinct items, which was checked.
-        """
-        groups: dict[tuple[bytes, int], _Group] = {}
-        taken: set[bytes] = set()  # keys that rows of some size have, in the cache or in this request
-        for item in items:
-            assert item.digest is not None
-            key = self._key_of(item.digest, ticket.request.salt)
-            if (group := groups.get((key, item.num_tokens))) is not None:
-                group.items.append(item)
-                continue
-            found = self._storage.by_key.get(key)
-            if found is not None and found.num_tokens == item.num_tokens:
-                group = _Group(found, [item], is_new=False)
-            else:
-                own_key = None if found is not None or key in taken else key
-                row_bytes = self._holdings.row_bytes(item.media.modality)
-                assert row_bytes is not None  # checked when it was counted
-                new = Entry(own_key, item, row_bytes * item.num_tokens)
-                group = _Group(new, [item], is_new=True, is_rejected=found is not None)
-            groups[key, item.num_tokens] = group
-            taken.add(key)
-        return list(groups.values())
-
-    def _let_in(self, group: _Group) -> None:
-        entry, stats = group.entry, self._holdings.stats
-        if (heir := group.heir) is not None:
-            entry.memory, heir.memory = heir.memory, None
-        if group.is_new:
-            stats.misses += 1
-            stats.rejected_hits += group.is_rejected
+        for entry, item in heirs.items():
+            entry.memory, item.memory = item.memory, None
+        for entry in new.values():
             self._storage.add(entry)
             self._holdings.enqueue(entry)
+        for entry, own in sharing.items():
+            self._let_in(entry, own, is_new=entry.key in new)
+        return True
+
+    def _let_in(self, entry: Entry, items: Sequence[Occurrence], *, is_new: bool) -> None:
+        stats = self._holdings.stats
+        stats.misses += is_new
         if entry.state is State.READY:
-            stats.hits += len(group.items)
+            stats.hits += len(items)
         else:
-            stats.joins += len(group.items) - group.is_new
-        for item in group.items:
-            self._holdings.drop_memory(item)
+            stats.joins += len(items) - is_new
+        for item in items:
+            item.drop_memory()
             self._holdings.attach(item, entry)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from fxsplit_encoder.connector.books.holdings import Holdings
 from fxsplit_encoder.connector.books.tickets import Entry, Occurrence, Ticket
@@ -12,14 +12,8 @@ from fxsplit_encoder.connector.states import State
 from fxsplit_encoder.encode_queue.fair_queue import FairQueue
 from fxsplit_encoder.errors import ConnectorError
 
-
-class Digested(NamedTuple):
-    """An item that was hashed, after less was asked of it where its request says so."""
-
-    media: MediaItem
-    num_tokens: int
-    digest: bytes
-
+Digested = tuple[MediaItem, int, bytes]
+"""An item, of which less was asked where its request says so, with its tokens and its digest."""
 
 Job = Ticket | tuple[Ticket, Occurrence] | Entry
 """A ticket to count, an item of a ticket to hash, an entry to preprocess."""
@@ -35,23 +29,24 @@ class Preparation:
         """Which kind of job goes first: else none of a kind was done while others come fast."""
 
     @property
-    def num_jobs(self) -> int:
-        """How many things `take` would hand out."""
-        to_prepare = len(self._holdings.to_prepare) if self._has_room else 0
-        return len(self._holdings.to_count) + len(self._holdings.to_digest) + to_prepare
+    def _queues(self) -> tuple[FairQueue[Any], ...]:
+        """What there is to do, by kind: nothing more is decoded while what was waits in too many bytes."""
+        holdings = self._holdings
+        has_room = self._inputs.used < holdings.config.input_bytes
+        return holdings.to_count, holdings.to_digest, holdings.to_prepare if has_room else FairQueue()
 
     @property
-    def _has_room(self) -> bool:
-        return self._inputs.used < self._holdings.config.input_bytes
+    def num_jobs(self) -> int:
+        """How many things `take` would hand out."""
+        return sum(map(len, self._queues))
 
     def take(self) -> Job | None:
         """Hand out something to do; None: there is nothing."""
-        holdings = self._holdings
-        queues: tuple[FairQueue[Any], ...] = (holdings.to_count, holdings.to_digest, holdings.to_prepare)
+        queues = self._queues
         for kind in range(self._turn, self._turn + len(queues)):
             queue = queues[kind % len(queues)]
             thing: Ticket | Occurrence | Entry | None = queue.first()
-            if thing is None or (queue is holdings.to_prepare and not self._has_room):
+            if thing is None:
                 continue
             queue.take(thing)
             self._turn = (kind + 1) % len(queues)
@@ -90,19 +85,19 @@ class Preparation:
         if isinstance(result, ConnectorError):
             self._holdings.fail_item(item, result)
             return
-        if item.is_reducing:
-            item.media, item.num_tokens = result.media, result.num_tokens
+        is_reduced = item.is_reducing
+        item.media, item.num_tokens, item.digest = result
+        if is_reduced:
             ticket.epoch += 1
             self._holdings.stats.reductions += 1
             self._holdings.news[ticket.number] = ticket
-        item.digest = result.digest
         self._holdings.await_memory(ticket)
 
     def prepared(self, entry: Entry, result: tuple[PreparedItem, float] | ConnectorError) -> None:
         """An item was preprocessed, and is what was announced; with its cost."""
         holdings = self._holdings
         entry.is_preparing = False
-        if entry not in holdings.storage.entries:
+        if holdings.storage.entries.get(entry.key) is not entry:
             return  # nobody wants it any more
         if isinstance(result, ConnectorError):
             holdings.fail(entry, result)

@@ -12,7 +12,7 @@ from typing import Any
 
 from fxsplit_encoder.connector.interfaces import MediaItem, PreparedItem
 from fxsplit_encoder.connector.request import EncodeRequest, media_bytes
-from fxsplit_encoder.connector.states import GONE, WAITING, Availability, Residence, State, check_transition
+from fxsplit_encoder.connector.states import GONE, TRANSITIONS, WAITING, Availability, Residence, State
 from fxsplit_encoder.errors import ConnectorError
 
 
@@ -27,7 +27,7 @@ class Memory:
     def free(self) -> None:
         """Give the bytes back; called once."""
         assert not self.is_freed, f"{self.num_bytes} bytes of {self.account.name} are freed twice"
-        self.is_freed = True
+        self.is_freed = self.account.was_freed = True
         self.account.used -= self.num_bytes
 
 
@@ -38,6 +38,8 @@ class Account:
         self.name = name
         self.limit = limit
         self.used = self.peak = 0
+        self.was_freed = False
+        """Whether who waits for bytes may have come to its turn."""
 
     @property
     def free(self) -> int:
@@ -99,8 +101,26 @@ class Feature:
         return not self.num_reads and not self.read_events
 
 
-class Occurrence:
-    """One item of one request."""
+class Stateful:
+    """What goes through the states, with host memory of its own on the way."""
+
+    state = State.NEW
+    memory: Memory | None = None
+
+    def move(self, state: State) -> None:
+        """To another state."""
+        assert state in TRANSITIONS[self.state], f"{self}: {self.state} -> {state}"
+        self.state = state
+
+    def drop_memory(self) -> None:
+        """Free the memory, if it is still there."""
+        if self.memory is not None:
+            self.memory.free()
+            self.memory = None
+
+
+class Occurrence(Stateful):
+    """One item of one request; it has memory while less is asked of it."""
 
     def __init__(self, ticket: Ticket, index: int, media: MediaItem) -> None:
         self._ticket = weakref.ref(ticket)  # no cycle: with its ticket go its media, at once
@@ -110,13 +130,10 @@ class Occurrence:
         """0 before its header was read."""
         self.media_bytes = media_bytes(media.media)
         self.retries_left = ticket.request.failure.retries
-        self.state = State.NEW
         self.num_holds = 1
         self.digest: bytes | None = None
         self.entry: Entry | None = None
         """The feature that it waits for or holds; None before memory is reserved, and once it is let go."""
-        self.memory: Memory | None = None
-        """On the host, of its own: while less is asked of it."""
         self.error: ConnectorError | None = None
         self.metadata: Mapping[str, object] = {}
 
@@ -145,16 +162,13 @@ class Occurrence:
     def __repr__(self) -> str:
         return f"item {self.index} of {self._ticket()}"
 
-    def move(self, state: State) -> None:
-        """To another state."""
-        check_transition(self.state, state, self)
-        self.state = state
 
+class Entry(Stateful):
+    """A feature that is being made or kept; it has memory until its rows are there: whatever goes wrong
+    before, it can be encoded again.
+    """
 
-class Entry:
-    """A feature that is being made or kept."""
-
-    def __init__(self, key: bytes | None, item: Occurrence, num_bytes: int) -> None:
+    def __init__(self, key: tuple[bytes, int], item: Occurrence, num_bytes: int) -> None:
         assert item.digest is not None
         self.key = key
         self.modality = item.media.modality
@@ -165,13 +179,10 @@ class Entry:
         self.num_bytes = num_bytes
         self.flow, self.tenant = item.ticket.number, item.ticket.request.tenant
         """Those of the first item that asked for it."""
-        self.state = State.NEW
         self.holders: dict[Occurrence, None] = {}
         """The items that wait for it or hold it."""
         self.keep = False
         """Whether one of those asked for it to be kept when nobody holds it."""
-        self.memory: Memory | None = None
-        """On the host, until its rows are there: whatever goes wrong before, it can be encoded again."""
         self.is_preparing = False
         self.prepared: PreparedItem | None = None
         self.inputs: Memory | None = None
@@ -191,13 +202,6 @@ class Entry:
     def is_wanted(self) -> bool:
         """Whether its rows are of use to anybody, now or later."""
         return bool(self.holders) or self.keep
-
-    def move(self, state: State) -> None:
-        """To another state, and with it all items that hold it."""
-        check_transition(self.state, state, self)
-        self.state = state
-        for item in self.holders:
-            item.move(state)
 
     def drop_inputs(self) -> None:
         """Free what was preprocessed, if it is still there."""

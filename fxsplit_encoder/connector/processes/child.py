@@ -27,7 +27,7 @@ from fxsplit_encoder.connector.processes.wire import (
     to_wire,
 )
 from fxsplit_encoder.encode_queue.batch_thread import BatchThread
-from fxsplit_encoder.errors import InputError, TransportError
+from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.messages import shown
 
 EXIT_PARENT_GONE = 3
@@ -64,8 +64,7 @@ def _made(program: EncoderProgram) -> FeatureEncoder:
 
 
 def _encoded(encoder: FeatureEncoder | None, items: Sequence[PreparedItem]) -> list[Tensor]:
-    if encoder is None:
-        raise TransportError("asked to encode before the encoder was started")
+    assert encoder is not None  # a parent asks for it first
     features = encoder.encode(items)
     for feature in features:
         if not isinstance(feature, Tensor):

@@ -88,7 +88,7 @@ class ProcessEncoder(FeatureEncoder):
     @property
     def is_alive(self) -> bool:
         """Whether there is a process that may be asked to encode."""
-        return not self._reason and not self._has_ended(0.0)
+        return not self._reason and not has_ended(self._pidfd, 0.0)
 
     # --- starting and ending
 
@@ -129,13 +129,10 @@ class ProcessEncoder(FeatureEncoder):
         self._process.wait()
         self._reason = _NOT_STARTED
 
-    def _has_ended(self, seconds: float) -> bool:
-        return has_ended(self._pidfd, seconds)
-
     def _lose(self, reason: str = "") -> EncoderLostError:
         """End the process, which is of no use any more; the error that says why."""
         if not reason:
-            self._has_ended(_END_SECONDS)  # by itself, with a status of its own
+            has_ended(self._pidfd, _END_SECONDS)  # by itself, with a status of its own
         self._process.kill()
         self._reason = reason or f"the encoder process {self.pid} {_end_of(self._process.wait())}"
         return EncoderLostError(self._reason)
@@ -144,7 +141,7 @@ class ProcessEncoder(FeatureEncoder):
         """Ask the process to end, or end it, and give back everything; idempotent, and `start` may follow."""
         if not self._reason:
             self._channel.close()
-            self._has_ended(self.options.close_timeout)
+            has_ended(self._pidfd, self.options.close_timeout)
         self._resources.close()
 
     # --- encoding

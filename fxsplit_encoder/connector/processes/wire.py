@@ -76,14 +76,12 @@ class SharedMemory:
     def __init__(self, max_bytes: int, descriptor: int | None = None) -> None:
         self.max_bytes = -(-max_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         self.half_bytes = self.max_bytes + _MOST_BYTES
-        made = descriptor is None
-        self.descriptor = (
-            os.memfd_create(NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING) if descriptor is None else descriptor
-        )
+        flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+        self.descriptor = os.memfd_create(NAME, flags) if descriptor is None else descriptor
         try:
             if max_bytes <= 0:
                 raise ValueError("expected a positive number")
-            if made:
+            if descriptor is None:
                 os.ftruncate(self.descriptor, 2 * self.half_bytes)
                 fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, _SEALS)
             self._map: mmap.mmap | None = mmap.mmap(self.descriptor, 2 * self.half_bytes)

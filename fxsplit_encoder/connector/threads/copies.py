@@ -45,9 +45,9 @@ class Copies:
             return target, self.mark(rows.device)
 
     @contextlib.contextmanager
-    def own_stream(self, device: torch.device | None, priority: int = 0) -> Iterator[None]:
+    def own_stream(self, device: torch.device | str | None, priority: int = 0) -> Iterator[None]:
         """Give this thread's work on a device with streams one of its own: no work of others waits for it."""
-        if device is None or device.type != "cuda":
+        if device is None or (device := torch.device(device)).type != "cuda":
             yield
             return
         stream = torch.cuda.Stream(device, priority)

@@ -38,7 +38,11 @@ class Core:
                 self.books.settle()
                 holdings = self.books.holdings
                 woken, holdings.woken = holdings.woken, []
-                self._wake_threads()
+                if jobs := self.books.preparation.num_jobs:
+                    self.cpu_work.notify(jobs)
+                if holdings.to_encode:
+                    self.encode_work.notify_all()
+                self.clock.look()
         for future in woken:
             if future.set_running_or_notify_cancel():
                 future.set_result(None)
@@ -47,14 +51,6 @@ class Core:
         """Have every thread look again; called with the lock."""
         self.cpu_work.notify_all()
         self.encode_work.notify_all()
-
-    def _wake_threads(self) -> None:
-        holdings = self.books.holdings
-        if jobs := self.books.preparation.num_jobs:
-            self.cpu_work.notify(jobs)
-        if holdings.to_encode:
-            self.encode_work.notify_all()
-        self.clock.look()
 
     def _expire(self) -> None:
         """Fail what was not ready in time, free what devices are through with, give up who hangs: whether or

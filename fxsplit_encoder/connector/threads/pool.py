@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -46,9 +47,6 @@ class Pool:
             worker = core.books.encoding.add_worker(f"worker {number}", modalities)
             self._threads[worker.name] = _WorkerThread(self, worker, factory, encoder)
         self._workers = core.books.encoding.workers
-
-    def start(self) -> None:
-        """Start every worker; they take batches as soon as their encoders are ready."""
         for each in self._threads.values():
             each.thread.start()
             self._started.append(each.thread)
@@ -126,18 +124,16 @@ def make_encoders(factories: Sequence[EncoderFactory]) -> list[FeatureEncoder]:
     return made
 
 
-def row_bytes_of(encoders: Sequence[FeatureEncoder]) -> dict[Modality, int | None]:
-    """Bytes of rows by modality, None: no encoder takes it; InputError: there is none, or two disagree."""
+def row_bytes_of(encoders: Sequence[FeatureEncoder]) -> dict[Modality, int]:
+    """Bytes of rows by modality, where an encoder takes it; InputError: there is none, or two disagree."""
     if not encoders:
         raise InputError("encoders: expected at least one; got none")
-    sizes: dict[Modality, int | None] = {}
-    for modality in MODALITIES:
-        known = {size for encoder in encoders if (size := encoder.row_bytes(modality)) is not None}
-        if len(known) > 1:
-            raise InputError(
-                f"encoders: expected rows of one size for every {modality}; got {sorted(known)} bytes"
-            )
-        sizes[modality] = next(iter(known), None)
+    sizes: dict[Modality, int] = {}
+    for encoder, modality in itertools.product(encoders, MODALITIES):
+        size = encoder.row_bytes(modality)
+        if size is not None and size != (known := sizes.setdefault(modality, size)):
+            got = f"{sorted([size, known])} bytes"
+            raise InputError(f"encoders: expected rows of one size for every {modality}; got {got}")
     return sizes
 
 
@@ -164,9 +160,7 @@ class _WorkerThread(BatchThread[Batch]):
             self.encoder = self.make()
             self._is_made = True
         self.encoder.start()
-        device = self.encoder.device
-        device = torch.device(device) if device is not None else None
-        with self._copies.own_stream(device, self.encoder.stream_priority):
+        with self._copies.own_stream(self.encoder.device, self.encoder.stream_priority):
             self._set_status(WorkerStatus.STARTING, WorkerStatus.RUNNING)
             yield
         self._set_status(WorkerStatus.DRAINING, WorkerStatus.STOPPED)
@@ -221,12 +215,10 @@ class _WorkerThread(BatchThread[Batch]):
 
     def _outputs(self, batch: Batch) -> Sequence[Any]:
         most_cost = self._core.config.max_slice_cost
-        items = [entry.prepared for entry in batch.entries if entry.prepared is not None]
         if most_cost is None or batch.cost <= most_cost:
-            return self._encode(items)
-        return self._encode_slices(
-            batch, items, {item: self.encoder.slices(item, most_cost) for item in items}
-        )
+            return self._encode(batch.inputs)
+        cut = {item: self.encoder.slices(item, most_cost) for item in batch.inputs}
+        return self._encode_slices(batch, cut)
 
     def _encode(self, items: Sequence[PreparedItem]) -> Sequence[Any]:
         outputs = self.encoder.encode(items)
@@ -281,13 +273,11 @@ class _WorkerThread(BatchThread[Batch]):
 
     # --- slices of items that are encoded apart
 
-    def _encode_slices(
-        self, batch: Batch, items: Sequence[PreparedItem], cut: dict[PreparedItem, Sequence[PreparedItem]]
-    ) -> list[Tensor]:
+    def _encode_slices(self, batch: Batch, cut: dict[PreparedItem, Sequence[PreparedItem]]) -> list[Tensor]:
         """Encode the items that are not cut together, then each of the others in slices."""
-        whole = [item for item in items if len(cut[item]) == 1]
+        whole = [item for item, parts in cut.items() if len(parts) == 1]
         features = dict(zip(whole, self._encode(whole), strict=True)) if whole else {}
-        slices = [(item, part) for item in items if item not in features for part in cut[item]]
+        slices = [(item, part) for item, parts in cut.items() if item not in features for part in parts]
         rows: dict[PreparedItem, list[Tensor]] = {item: [] for item, _ in slices}
         events: list[Event] = []
         for number, (item, part) in enumerate(slices):
@@ -297,7 +287,7 @@ class _WorkerThread(BatchThread[Batch]):
                 events.append(self._copies.mark(rows[item][-1].device))
                 self._between_slices(batch, events, begin)
         features |= {item: torch.cat(parts) for item, parts in rows.items()}
-        return [features[item] for item in items]
+        return [features[item] for item in cut]
 
     def _between_slices(self, batch: Batch, events: list[Event], begin: float) -> None:
         """Wait until the device has few slices, rest as settings say, and let another batch pass."""

@@ -38,18 +38,14 @@ class Preparers:
         ]
 
     def _run(self) -> None:
-        while self._run_next():  # which keeps no media of a job while it waits for the next
-            pass
-
-    def _run_next(self) -> bool:
-        job = self._take()
-        if isinstance(job, Ticket):
-            self._count(job)
-        elif isinstance(job, tuple):
-            self._digest(*job)
-        elif job is not None:
-            self._prepare(job)
-        return job is not None
+        while (job := self._take()) is not None:
+            if isinstance(job, Ticket):
+                self._count(job)
+            elif isinstance(job, tuple):
+                self._digest(*job)
+            else:
+                self._prepare(job)
+            del job  # no media of it are kept while the next is waited for
 
     def _take(self) -> Job | None:
         with self._core.lock:
@@ -112,7 +108,7 @@ class Preparers:
         digest: object = self._processor.digest(media)
         if not isinstance(digest, bytes):
             raise TypeError(f"digest: expected bytes of the processor; got {shown(digest)}")
-        return Digested(media, num_tokens, digest)
+        return media, num_tokens, digest
 
     def _reduced(self, ticket: Ticket, item: Occurrence, how: Reduction) -> tuple[MediaItem, int]:
         media = self._processor.reduce(item.media, how)
