@@ -11,13 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.errors import CaptureError, InputError, RankError
 from fxsplit_encoder.integrations.vllm.compatibility import logger, warn_once
 from fxsplit_encoder.integrations.vllm.known_grids import keep_metadata
 from fxsplit_encoder.integrations.vllm.layers import noting_bounds
 from fxsplit_encoder.integrations.vllm.settings import (
     VARIABLE,
-    PluginSettings,
     encoder_config,
     needs_range,
 )
@@ -58,7 +58,7 @@ class VllmEncoderManager:
     implements vLLM's `SupportsEncoderCudaGraph`.
     """
 
-    settings: ClassVar[PluginSettings]
+    settings: ClassVar[EncoderConfig]
     manager: EncoderCudaGraphManager | None = None
     """This library's; None where vLLM's own serves."""
 
@@ -102,7 +102,7 @@ class VllmEncoderManager:
     def _make(
         self, vllm_config: Any, device: torch.device, dtype: torch.dtype, model: Any
     ) -> EncoderCudaGraphManager:
-        model_config, own = model.get_encoder_cudagraph_config(), self.settings.encoder
+        model_config, own = model.get_encoder_cudagraph_config(), self.settings
         asks = needs_range(own, vllm_config, model_config)
         budget_range = model.get_encoder_cudagraph_budget_range(vllm_config) if asks else None
         config = encoder_config(own, vllm_config, model_config, budget_range)
@@ -222,7 +222,7 @@ class VllmEncoderManager:
         }
 
 
-def make_adapter(vllm_class: Any, settings: PluginSettings) -> type[VllmEncoderManager]:
+def make_adapter(vllm_class: Any, settings: EncoderConfig) -> type[VllmEncoderManager]:
     """The class of managers in place of vLLM's, or of those of a `StandIn`."""
     return type(vllm_class.__name__, (VllmEncoderManager, vllm_class), {"settings": settings})
 

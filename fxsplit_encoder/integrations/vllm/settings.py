@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 from fxsplit_encoder.config import EncoderConfig, PathConfig
@@ -27,40 +25,27 @@ _WEIGHT_CHECK_SECONDS = 1.0
 _FEW_FRAMES = 16
 
 
-@dataclass(frozen=True)
-class PluginSettings:
-    """Settings of the environment variable `VARIABLE`."""
-
-    encoder: EncoderConfig = field(default_factory=functools.partial(EncoderConfig, compile=False))
-    """Settings of the manager, but that towers are compiled on demand only: then they attend through this
-    library's op in place of vLLM's."""
-    enabled: bool = True
-    """False: vLLM's manager is left in its place."""
-
-    def without_compiling(self) -> PluginSettings:
-        """The same for towers as they are."""
-        defaults = {"piece_compiler": "auto", "passes": "auto"}
-        return PluginSettings(self.encoder.replace(compile=False, **defaults), self.enabled)
+DEFAULTS = EncoderConfig(compile=False)
+"""The settings without a file. Towers are compiled on demand only: then they attend through this library's op
+in place of vLLM's."""
 
 
-def read_plugin_settings(environment: Mapping[str, str] = os.environ) -> PluginSettings:
-    """The settings in the file that the environment names, or the defaults; ConfigError for a bad file."""
+def read_plugin_settings(environment: Mapping[str, str] = os.environ) -> EncoderConfig:
+    """The settings in the file that the environment names, or the defaults; not `enabled`: vLLM's manager is
+    left in its place. ConfigError for a bad file.
+    """
     value = environment.get(VARIABLE, "").strip()
     if not value:
-        return PluginSettings()
+        return DEFAULTS
     if value.lower() == _OFF:
-        return PluginSettings(enabled=False)
+        return EncoderConfig(enabled=False)
     try:
-        return _parsed(dict(read_settings(value)))
+        values = read_settings(value)
+        if "data_parallel" in values:
+            raise ConfigError("data_parallel: follows vLLM's --mm-encoder-tp-mode; leave it out")
+        return EncoderConfig.from_options({"config": {"compile": False, **values}})
     except ConfigError as error:
         raise ConfigError(*(f"{VARIABLE}={value}: {problem}" for problem in error.problems)) from None
-
-
-def _parsed(values: dict[Any, Any]) -> PluginSettings:
-    if "data_parallel" in values:
-        raise ConfigError("data_parallel: follows vLLM's --mm-encoder-tp-mode; leave it out")
-    encoder = EncoderConfig.from_options({"config": {"compile": False, **values}})
-    return PluginSettings(encoder, encoder.enabled)
 
 
 def encoder_config(

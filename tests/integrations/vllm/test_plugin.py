@@ -15,8 +15,8 @@ import pytest
 import fxsplit_encoder as fx
 from fxsplit_encoder.integrations.vllm.plugin import StandIn, register
 from fxsplit_encoder.integrations.vllm.settings import (
+    DEFAULTS,
     VARIABLE,
-    PluginSettings,
     encoder_config,
     needs_range,
     read_plugin_settings,
@@ -65,8 +65,8 @@ def test_compiling_replaces_the_attention_too(vllm: FakeVllm, settings_file: Pat
     register()
     register()
     assert list(vllm.module(CUSTOM_OP).op_registry_oot) == ["ApplyRotaryEmb", "MMEncoderAttention"]
-    assert vllm.manager.settings.encoder.compile
-    assert vllm.manager.settings.encoder.token_budgets == (64,)
+    assert vllm.manager.settings.compile
+    assert vllm.manager.settings.token_budgets == (64,)
 
 
 @pytest.mark.parametrize("value", ["off", " OFF "])
@@ -270,15 +270,14 @@ def test_the_model_is_asked_for_its_range_where_it_decides(vllm: FakeVllm) -> No
 
 
 def test_the_environment_names_a_file_or_switches_off(tmp_path: Path) -> None:
-    assert read_plugin_settings({}) == PluginSettings()
-    assert not PluginSettings().encoder.compile
+    assert read_plugin_settings({}) == DEFAULTS
+    assert not DEFAULTS.compile
     assert not read_plugin_settings({VARIABLE: "off"}).enabled
     file = tmp_path / "settings.yaml"
     file.write_text("compile: true\nmax_graph_bytes: 2GiB\n")
     settings = read_plugin_settings({VARIABLE: str(file)})
     assert settings.enabled
-    assert settings.encoder == fx.EncoderConfig(max_graph_bytes=2**31)
-    assert settings.without_compiling().encoder == fx.EncoderConfig(max_graph_bytes=2**31, compile=False)
+    assert settings == fx.EncoderConfig(max_graph_bytes=2**31)
     file.write_text("enabled: false\n")
     assert not read_plugin_settings({VARIABLE: str(file)}).enabled
 
