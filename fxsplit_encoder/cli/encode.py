@@ -1,8 +1,11 @@
-"""`encoder-cg encode`: files to embeddings, one tensor an item, in a safetensors file."""
+"""Files that a captured tower makes: of `encoder-cg encode` embeddings, one tensor an item, as safetensors; of
+`encoder-cg build` one with which managers start without compiling and without measuring.
+"""
 
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -65,3 +68,29 @@ def _metadata(
     }
     settings = config.model_dump(mode="json", exclude_unset=True)
     return {"items": json.dumps(items), "config": json.dumps(settings), "model": json.dumps(model)}
+
+
+def run_build(chosen: ChosenTower, config: fx.EncoderConfig, output: Path, document: Document) -> None:
+    """Compile and capture a tower as `config` says, and save what was found. InputError: nothing is captured,
+    so that there is nothing to save.
+    """
+    if not config.enabled:
+        raise fx.InputError("--config: enabled: false captures nothing, so there is nothing to save")
+    say_tower(document, chosen)
+    # What an older file knows is not what this one is to know.
+    config = config.replace(start_file=None)
+    manager = fx.EncoderCudaGraphManager(chosen.family.wrap(chosen.module), config)
+    begin = time.perf_counter()
+    capture(manager)
+    seconds = time.perf_counter() - begin
+    document.notes(manager.reports)
+    if not manager.can_replay():
+        raise fx.InputError("nothing could be captured, so there is nothing to save: see the notes")
+    num_bytes = manager.save_start(output)
+    captured = {name: sorted(path.captured) for name, path in manager.paths.items()}
+    document.content.update(budgets=captured, seconds=round(seconds, 1))
+    for name, budgets in captured.items():
+        document.say(f"{'path':<8} {name}: budgets {', '.join(map(str, budgets)) or 'none'}")
+    if chosen.device.type != "cuda":
+        document.notes(["no GPU: nothing was measured, and on GPUs this file is refused"])
+    document.put("file", str(output), f"\nwrote {output}, {num_bytes / 2**20:.1f} MiB, in {seconds:.1f} s")

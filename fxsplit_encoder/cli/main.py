@@ -357,7 +357,7 @@ def build(
     this GPU, these versions, this tower and this configuration; with others it is ignored, with a warning.
     """
     import fxsplit_encoder as fx
-    from fxsplit_encoder.cli.build import run_build
+    from fxsplit_encoder.cli.encode import run_build
     from fxsplit_encoder.cli.tower import choose_tower
 
     check_output(output)

@@ -48,26 +48,18 @@ def read_plugin_settings(environment: Mapping[str, str] = os.environ) -> Encoder
         raise ConfigError(*(f"{VARIABLE}={value}: {problem}" for problem in error.problems)) from None
 
 
-def encoder_config(
-    own: EncoderConfig, vllm_config: Any, model_config: Any, budget_range: tuple[int, int] | None
-) -> EncoderConfig:
+def encoder_config(own: EncoderConfig, vllm_config: Any, model: Any) -> EncoderConfig:
     """The manager's settings for a model that vLLM serves: the plugin's file (`own`), then vLLM's four
     settings of encoder CUDA graphs, then what is inferred. ConfigError for settings that do not suit the
-    model.
-
-    Args:
-        model_config, budget_range: the model's `get_encoder_cudagraph_config()` and `..._budget_range()`; the
-            latter None where nothing depends on it.
+    model, which is asked for its range of budgets where frames follow from it.
     """
+    model_config = model.get_encoder_cudagraph_config()
     config = _with_vllms(own, vllm_config, model_config)
-    if config.max_frames_per_batch is None and "video" in model_config.modalities:
-        return config.replace(max_frames_per_batch=_inferred_frames(config, model_config, budget_range))
-    return config
-
-
-def needs_range(own: EncoderConfig, vllm_config: Any, model_config: Any) -> bool:
-    """Whether budgets depend on the model's range."""
-    return needs_budget_range(_with_vllms(own, vllm_config, model_config), model_config)
+    if config.max_frames_per_batch is not None or "video" not in model_config.modalities:
+        return config
+    asks = needs_budget_range(config, model_config)
+    budget_range = model.get_encoder_cudagraph_budget_range(vllm_config) if asks else None
+    return config.replace(max_frames_per_batch=_inferred_frames(config, model_config, budget_range))
 
 
 def _with_vllms(own: EncoderConfig, vllm_config: Any, model_config: Any) -> EncoderConfig:

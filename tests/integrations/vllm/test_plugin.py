@@ -9,6 +9,7 @@ import sys
 import tomllib
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -18,7 +19,6 @@ from fxsplit_encoder.integrations.vllm.settings import (
     DEFAULTS,
     VARIABLE,
     encoder_config,
-    needs_range,
     read_plugin_settings,
 )
 
@@ -212,7 +212,10 @@ def config(vllm: FakeVllm, own: dict[str, Any], model: Any = ONE, **settings: An
     given = {f"encoder_cudagraph_{name}": value for name, value in settings.items() if name != "video_limit"}
     if "video_limit" in settings:
         given["video_limit"] = settings["video_limit"]
-    return encoder_config(fx.EncoderConfig(**own), vllm.config(**given), model, RANGE)
+    tower = mock.Mock()
+    tower.get_encoder_cudagraph_config.return_value = model
+    tower.get_encoder_cudagraph_budget_range.return_value = RANGE
+    return encoder_config(fx.EncoderConfig(**own), vllm.config(**given), tower)
 
 
 def test_listed_budgets_are_sorted_and_each_kept_once(vllm: FakeVllm) -> None:
@@ -260,13 +263,6 @@ SHORT = fx.EncoderCudaGraphConfig(["video"], ["pixel_values"], 8, max_frames_per
 )
 def test_video_frames(vllm: FakeVllm, model: Any, settings: dict[str, Any], frames: int | None) -> None:
     assert config(vllm, {}, model, **settings).max_frames_per_batch == frames
-
-
-def test_the_model_is_asked_for_its_range_where_it_decides(vllm: FakeVllm) -> None:
-    listed = vllm.config(encoder_cudagraph_token_budgets=[64], encoder_cudagraph_max_vision_items_per_batch=2)
-    assert not needs_range(fx.EncoderConfig(), listed, ONE)
-    assert needs_range(fx.EncoderConfig(), vllm.config(encoder_cudagraph_token_budgets=[64]), ONE)
-    assert needs_range(fx.EncoderConfig(), vllm.config(), TWO)
 
 
 def test_the_environment_names_a_file_or_switches_off(tmp_path: Path) -> None:
