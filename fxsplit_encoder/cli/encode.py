@@ -1,5 +1,5 @@
-"""Files that a captured tower makes: of `encoder-cg encode` embeddings, one tensor an item, as safetensors; of
-`encoder-cg build` one with which managers start without compiling and without measuring.
+"""Files of a captured tower: embeddings, one tensor an item, as safetensors, by `encoder-cg encode`; and by
+`encoder-cg build` what managers start with, without compiling and without measuring.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ try:
     import ray.data
 
     from fxsplit_encoder.service.ray import EncodeJob
+    from fxsplit_encoder.service.ray.encode_images import everywhere
 except ModuleNotFoundError as error:
     raise MissingExtraError("encoder-cg encode --ray", "ray") from error
 
@@ -28,11 +29,10 @@ def run_encode_ray(
     images: Sequence[Path],
     output: Path,
     document: Document,
-    *,
+    model: str,
     shard_size: int,
     workers: int | None,
-    model: str,
-    **settings: Any,
+    settings: Mapping[str, Any],
 ) -> None:
     """Encodes images (files, directories at any depth, URIs) and saves a row an image, in the order of the
     paths, by an `EncodeJob`, with `settings` of `ImageEncoderSettings`. What an earlier run of the same has
@@ -40,7 +40,7 @@ def run_encode_ray(
     """
     if output.suffix not in (".parquet", ""):
         raise InputError(f"--output {output}: with --ray, expected a name.parquet, or a directory")
-    encoder = ImageEncoderSettings(model=_everywhere(model), **settings)
+    encoder = ImageEncoderSettings(model=everywhere(model), **settings)
     paths = [_SCHEME.sub(r"\1://", str(path)) for path in images]  # a Path has joined the two slashes
     logging.getLogger("ray.data").setLevel(logging.WARNING)
     ray.init(ignore_reinit_error=True, logging_level=logging.WARNING)
@@ -57,9 +57,3 @@ def run_encode_ray(
         }
     )
     document.put("file", str(output), f"wrote {output}")
-
-
-def _everywhere(model: str) -> str:
-    """A directory by its whole path: workers have another working directory."""
-    path = Path(model)
-    return str(path.resolve()) if path.is_dir() else model

@@ -240,18 +240,8 @@ def encode(
         if ray:
             from fxsplit_encoder.cli.encode_ray import run_encode_ray
 
-            run_encode_ray(
-                images,
-                output,
-                document,
-                shard_size=shard_size,
-                workers=workers,
-                model=model,
-                config=read_config(config),
-                device=device,
-                dtype=dtype,
-                pooling=pooling,
-            )
+            given = {"config": read_config(config), "device": device, "dtype": dtype, "pooling": pooling}
+            run_encode_ray(images, output, document, model, shard_size, workers, given)
             return
         from fxsplit_encoder.cli.encode import run_encode
         from fxsplit_encoder.cli.tower import checkpoint_tower
