@@ -1,4 +1,4 @@
-"""Files of a captured tower: by `encoder-cg encode` embeddings, as safetensors or, of a Ray cluster, Parquet; by
+"""Files of a captured tower: of `encoder-cg encode` embeddings, as safetensors or, with Ray, Parquet; of
 `encoder-cg build` what managers start with, without compiling and without measuring.
 """
 
