@@ -176,12 +176,12 @@ class _Contest:
 def _ours(vllm_class: type, compiles: bool, tiny: bool) -> Any:
     from fxsplit_encoder import EncoderConfig
     from fxsplit_encoder.integrations.vllm.adapter import make_adapter
-    from fxsplit_encoder.integrations.vllm.settings import PluginSettings
+    from fxsplit_encoder.integrations.vllm.settings import DEFAULTS
 
     if not compiles:
-        return make_adapter(vllm_class, PluginSettings())
+        return make_adapter(vllm_class, DEFAULTS)
     pieces = {"piece_compiler": "eager"} if tiny else {}
-    return make_adapter(vllm_class, PluginSettings(EncoderConfig(compile=True, **pieces)))
+    return make_adapter(vllm_class, EncoderConfig(compile=True, **pieces))
 
 
 def _tiny_class() -> VllmClass:

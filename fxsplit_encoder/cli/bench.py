@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import time
 from collections.abc import Mapping, Sequence
@@ -166,7 +167,7 @@ def _measure_all(
 def _measure_way(chosen: ChosenTower, config: fx.EncoderConfig, name: str, rows: Sequence[Measured]) -> float:
     eager = chosen.family.eager_tower(chosen.module)
     start = time.perf_counter()
-    with WAYS[name].start(chosen, config) as running:
+    with contextlib.closing(WAYS[name].start(chosen, config)) as running:
         seconds = time.perf_counter() - start
         for row in rows:
             mm_kwargs = row.batch.mm_kwargs

@@ -117,21 +117,18 @@ def _say_program(document: Document, path: str, program: Program, *, declared: b
     changed = ", ".join(f"{name} {places}" for name, places in program.pass_report.items())
     facts = {"steps": f"{len(program.steps)}: {parts}", "padding": padding, "passes": changed or "none"}
     document.facts(facts, within=("programs", path))
+    equal: dict[str, list[Step]] = {f"piece {number}": [] for number in range(program.num_distinct)}
+    for step in program.pieces:
+        equal[f"piece {step.distinct}"].append(step)
+    for step in program.splits:
+        equal.setdefault(f"splitting op {operator_name(step.call)}", []).append(step)
     rows = []
-    for number in range(program.num_distinct):
-        steps = [step for step in program.pieces if step.distinct == number]
-        rows.append(_row(program, f"piece {number}", steps))
-    for name in dict.fromkeys(operator_name(step.call) for step in program.splits):
-        steps = [step for step in program.splits if operator_name(step.call) == name]
-        rows.append(_row(program, f"splitting op {name}", steps))
+    for name, steps in equal.items():
+        sizes = {"times": len(steps), "nodes": len(steps[0].nodes)}
+        rows.append({"distinct": name, **sizes, "padding": _padding(program, steps)})
     document.say()
     document.table("steps_by_kind", rows, within=("programs", path))
     document.say()
-
-
-def _row(program: Program, distinct: str, steps: Sequence[Step]) -> dict[str, Any]:
-    padding = _padding(program, steps)
-    return {"distinct": distinct, "times": len(steps), "nodes": len(steps[0].nodes), "padding": padding}
 
 
 def _verdict(padding: PaddingReport, declared: bool) -> str:

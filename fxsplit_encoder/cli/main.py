@@ -236,26 +236,14 @@ def encode(
     A tensor's key is the item's file name; the second file of a name gets NAME#2, the third NAME#3, in the
     order given. The metadata holds grid, tokens and kind of every item, the configuration, and the model.
     """
+    from fxsplit_encoder.cli.encode import run_encode, run_encode_ray
+    from fxsplit_encoder.cli.tower import checkpoint_tower
+
     with Document(as_json) as document:
         if ray:
-            from fxsplit_encoder.cli.encode_ray import run_encode_ray
-
-            run_encode_ray(
-                images,
-                output,
-                document,
-                shard_size=shard_size,
-                workers=workers,
-                model=model,
-                config=read_config(config),
-                device=device,
-                dtype=dtype,
-                pooling=pooling,
-            )
+            given = {"config": read_config(config), "device": device, "dtype": dtype, "pooling": pooling}
+            run_encode_ray(images, output, document, model, shard_size, workers, given)
             return
-        from fxsplit_encoder.cli.encode import run_encode
-        from fxsplit_encoder.cli.tower import checkpoint_tower
-
         check_output(output)
         settings = read_config(config)
         run_encode(images, checkpoint_tower(model, device, dtype), settings, output, document)
@@ -357,7 +345,7 @@ def build(
     this GPU, these versions, this tower and this configuration; with others it is ignored, with a warning.
     """
     import fxsplit_encoder as fx
-    from fxsplit_encoder.cli.build import run_build
+    from fxsplit_encoder.cli.encode import run_build
     from fxsplit_encoder.cli.tower import choose_tower
 
     check_output(output)

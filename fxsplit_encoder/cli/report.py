@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,14 @@ import jinja2
 
 from fxsplit_encoder import __version__
 from fxsplit_encoder.cli.document import Document, mebibytes
-from fxsplit_encoder.tuning.trace import RecordedRun, RunRecord, ServedPath, TracedRequest, read_run
-
-_SERVED = ("hit", "skipped")
+from fxsplit_encoder.tuning.trace import (
+    RecordedRun,
+    RunRecord,
+    ServedBatch,
+    ServedPath,
+    TracedRequest,
+    read_run,
+)
 
 IN_REPLAYS, IN_PADDING = "replays, for items", "replays, for padding"
 AT_EXACT_SHAPE, EAGERLY = "compiled, at the exact shape", "eager"
@@ -97,7 +102,7 @@ class RunSummary:
 
 def summarize(recorded: RecordedRun) -> RunSummary:
     """The figures of a recorded run. Where captures changed in between, budgets are those of all of them."""
-    pricing = _Pricing(recorded)
+    unit, cost_of = _pricing(recorded)
     uses = {
         (name, capture.budget): BudgetUse(name, capture.budget, capture.mode, capture.num_bytes)
         for run in recorded.runs
@@ -106,17 +111,26 @@ def summarize(recorded: RecordedRun) -> RunSummary:
     }
     places = dict.fromkeys(PLACES, 0.0)
     misses: Counter[str] = Counter()
-    for request in recorded.requests:
-        for batch in request.batches:
-            for name, path in batch.paths.items():
-                _count(name, path, pricing.cost(name, path), uses, places)
-            missed = [path.result for path in batch.paths.values() if path.result not in _SERVED]
-            if missed:
-                misses[missed[0]] += len(batch.items)
+    for batch in _batches(recorded):
+        served = {name: path for name, path in batch.paths.items() if path.result != "skipped"}
+        if missed := [path.result for path in served.values() if path.result != "hit"]:
+            misses[missed[0]] += len(batch.items)
+        for name, path in served.items():
+            cost = cost_of(name, path)
+            if not path.budget:
+                places[EAGERLY if path.eager else AT_EXACT_SHAPE] += cost
+                continue
+            use = uses.setdefault((name, path.budget), BudgetUse(name, path.budget))
+            use.replays += 1
+            use.tokens += path.tokens
+            use.cost += cost
+            share = path.tokens / path.budget
+            places[IN_REPLAYS] += cost * share
+            places[IN_PADDING] += cost * (1 - share)
     return RunSummary(
         recorded.runs[-1],
         len(recorded.runs),
-        pricing.unit,
+        unit,
         len(recorded.requests),
         sum(len(request.items) for request in recorded.requests),
         dict(misses.most_common()),
@@ -126,51 +140,35 @@ def summarize(recorded: RecordedRun) -> RunSummary:
     )
 
 
-class _Pricing:
-    """Costs of served paths: in milliseconds where all of them are known, else in output tokens."""
+def _batches(recorded: RecordedRun) -> list[ServedBatch]:
+    return [batch for request in recorded.requests for batch in request.batches]
 
-    def __init__(self, recorded: RecordedRun) -> None:
-        self._curves = {
-            name: path.costs.curves()
-            for run in recorded.runs
-            for name, path in run.paths.items()
-            if path.costs is not None
-        }
-        known = all(
-            path.result == "skipped" or path.milliseconds is not None or name in self._curves
-            for request in recorded.requests
-            for batch in request.batches
-            for name, path in batch.paths.items()
-        )
-        self.unit = "ms" if known and self._curves else "tokens"
 
-    def cost(self, name: str, path: ServedPath) -> float:
-        if path.result == "skipped":
-            return 0.0
-        if self.unit == "tokens":
-            return float(path.budget or path.tokens)
+def _pricing(recorded: RecordedRun) -> tuple[str, Callable[[str, ServedPath], float]]:
+    """The unit of costs, milliseconds where all of them are known, else output tokens; and what a served path
+    cost.
+    """
+    curves = {
+        name: path.costs.curves()
+        for run in recorded.runs
+        for name, path in run.paths.items()
+        if path.costs is not None
+    }
+
+    def milliseconds(name: str, path: ServedPath) -> float:
         if path.milliseconds is not None:
             return path.milliseconds
-        costs = self._curves[name]
+        costs = curves[name]
         return costs.replay.at(path.budget) if path.budget else costs.exact.at(path.tokens)
 
-
-def _count(
-    name: str, path: ServedPath, cost: float, uses: dict[tuple[str, int], BudgetUse], places: dict[str, float]
-) -> None:
-    """Adds one path of one batch to the budget that served it, and to where its time went."""
-    if path.result == "skipped":
-        return
-    if not path.budget:
-        places[EAGERLY if path.eager else AT_EXACT_SHAPE] += cost
-        return
-    use = uses.setdefault((name, path.budget), BudgetUse(name, path.budget))
-    use.replays += 1
-    use.tokens += path.tokens
-    use.cost += cost
-    share = path.tokens / path.budget
-    places[IN_REPLAYS] += cost * share
-    places[IN_PADDING] += cost * (1 - share)
+    is_known = all(
+        path.result == "skipped" or path.milliseconds is not None or name in curves
+        for batch in _batches(recorded)
+        for name, path in batch.paths.items()
+    )
+    if is_known and curves:
+        return "ms", milliseconds
+    return "tokens", lambda name, path: float(path.budget or path.tokens)
 
 
 def _host(requests: Sequence[TracedRequest]) -> dict[str, float]:
@@ -222,8 +220,6 @@ def advice(summary: RunSummary) -> Iterator[str]:
 
 
 # --- tables and the page
-
-_TEMPLATE = "report.html.jinja"
 
 
 def run_report(trace: Path, output: Path, document: Document) -> None:
@@ -287,8 +283,7 @@ def render(summary: RunSummary, name: str) -> str:
         lstrip_blocks=True,
     )
     environment.filters.update(number=_number, percent="{:.1%}".format, mib=mebibytes)
-    template = environment.get_template(_TEMPLATE)
-    return template.render(
+    return environment.get_template("report.html.jinja").render(
         name=name,
         version=__version__,
         summary=summary,

@@ -6,8 +6,7 @@ beforehand, and return views that the next call overwrites.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -100,58 +99,51 @@ def compile_forward(adapter: Any, settings: Mapping[str, Any]) -> RunPath:
 
 
 Inputs = dict[str, Any]
-Prepare = Callable[[Inputs], Callable[[], list[Tensor]]]
-"""From a batch to what returns its items, which holds what is of this size only."""
 
 
 class Running(NamedTuple):
     """A way that was started."""
 
-    prepare: Prepare
+    prepare: Callable[[Inputs], Callable[[], list[Tensor]]]
+    """From a batch to what returns its items, which holds what is of this size only."""
     padding: Callable[[Inputs], float | None] = lambda mm_kwargs: None
     """The share of padding in what a batch replays; None: the way pads nothing."""
+    close: Callable[[], None] = lambda: None
+    """Gives memory back."""
 
 
-@contextmanager
-def _eager(chosen: ChosenTower, config: fx.EncoderConfig) -> Iterator[Running]:
+def _eager(chosen: ChosenTower, config: fx.EncoderConfig) -> Running:
     """Runs the model's own methods, with its own attention."""
     tower = chosen.family.eager_tower(chosen.module)
-    yield Running(lambda mm_kwargs: partial(tower, mm_kwargs))
+    return Running(lambda mm_kwargs: partial(tower, mm_kwargs))
 
 
-@contextmanager
-def _cuda_graph(chosen: ChosenTower, config: fx.EncoderConfig) -> Iterator[Running]:
+def _cuda_graph(chosen: ChosenTower, config: fx.EncoderConfig) -> Running:
     """Runs the eager model in one CUDA graph for each layout."""
-    yield _on_prepared(chosen, EagerGraphs)
+    return _on_prepared(chosen, EagerGraphs)
 
 
-@contextmanager
-def _reduce_overhead(chosen: ChosenTower, config: fx.EncoderConfig) -> Iterator[Running]:
+def _reduce_overhead(chosen: ChosenTower, config: fx.EncoderConfig) -> Running:
     """Runs `torch.compile` with CUDA graphs, a compilation for each size."""
 
     def start(adapter: Any) -> RunPath:
         torch.compiler.reset()  # torch allows a function only few compilations
         return compile_forward(adapter, REDUCE_OVERHEAD)
 
-    try:
-        yield _on_prepared(chosen, start, torch.compiler.cudagraph_mark_step_begin)
-    finally:
-        torch.compiler.reset()
+    running = _on_prepared(chosen, start, torch.compiler.cudagraph_mark_step_begin)
+    return running._replace(close=torch.compiler.reset)
 
 
-@contextmanager
-def _ours(chosen: ChosenTower, config: fx.EncoderConfig) -> Iterator[Running]:
+def _ours(chosen: ChosenTower, config: fx.EncoderConfig) -> Running:
     """Runs the manager, with nothing prepared; captures all its sizes at the start."""
     wrapped = chosen.family.wrap(share_weights(chosen.module))
     manager = fx.EncoderCudaGraphManager(wrapped, config, log_interval=0)
     manager.capture()
-    try:
-        yield Running(
-            lambda mm_kwargs: partial(manager.execute, mm_kwargs),
-            lambda mm_kwargs: manager.plan(mm_kwargs).padding_fraction,
-        )
-    finally:
-        manager.clear()
+    return Running(
+        lambda mm_kwargs: partial(manager.execute, mm_kwargs),
+        lambda mm_kwargs: manager.plan(mm_kwargs).padding_fraction,
+        manager.clear,
+    )
 
 
 def _on_prepared(
@@ -181,10 +173,10 @@ def _on_prepared(
 
 
 class Way(NamedTuple):
-    """One way to run a tower; leaving its context gives memory back."""
+    """One way to run a tower."""
 
     title: str
-    start: Callable[[ChosenTower, fx.EncoderConfig], AbstractContextManager[Running]]
+    start: Callable[[ChosenTower, fx.EncoderConfig], Running]
     needs_cuda: bool = True
 
 
@@ -198,10 +190,8 @@ WAYS: dict[str, Way] = {
 
 
 def check_ways(listed: str) -> list[str]:
-    """The names in a list with commas between them, in the order in which they run.
-
-    Raises:
-        InputError: one of them is none, or there are none.
+    """The names in a list with commas between them, in the order in which they run; InputError: one of them
+    is none, or there are none.
     """
     names = [name.strip() for name in listed.split(",") if name.strip()]
     for name in names or [listed]:

@@ -18,7 +18,7 @@ from fxsplit_encoder.planning.plan import MissReason
 from fxsplit_encoder.runtime.statistics import FALLBACK_KINDS, PHASES, ManagerStats
 
 try:
-    from prometheus_client import REGISTRY, CollectorRegistry, Counter, Histogram, generate_latest
+    from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
     from prometheus_client.registry import Collector
 except ModuleNotFoundError:
@@ -74,16 +74,9 @@ class _StatsCollector(Collector, Generic[Stats]):
                 f"registry: expected one without a {type(self).__name__}; got {error}; pass another registry"
             ) from None
 
-    def collect(self) -> Iterator[Metric]:
-        """The metric families of this moment; Prometheus' client calls it at each scrape."""
-        yield from self._metrics(self._read())
-
     def describe(self) -> list[Metric]:
-        """The same, by whose names a registry refuses a second collector."""
+        """What `collect` yields, by whose names a registry refuses a second collector."""
         return list(self.collect())
-
-    def _metrics(self, stats: Stats) -> Iterator[Metric]:
-        raise NotImplementedError
 
     def _family(
         self,
@@ -125,8 +118,9 @@ class PrometheusCollector(_StatsCollector[ManagerStats]):
     _budget_labels = ("path", "token_budget", "axis_keys")
     _own_labels = frozenset({"reason", "kind", "phase", *_budget_labels})
 
-    def _metrics(self, stats: ManagerStats) -> Iterator[Metric]:
-        counter, gauge = CounterMetricFamily, GaugeMetricFamily
+    def collect(self) -> Iterator[Metric]:
+        """The metric families of this moment; Prometheus' client calls it at each scrape."""
+        stats, counter, gauge = self._read(), CounterMetricFamily, GaugeMetricFamily
         yield self._family(counter, "item_hits", "Images and videos that replays alone served.", stats.hits)
         misses = [((str(reason),), stats.misses.get(reason, 0)) for reason in MissReason]
         text = "Images and videos that fell back on some path."
@@ -185,8 +179,9 @@ class ConnectorCollector(_StatsCollector[ConnectorStats]):
     _prefix = "encoder_connector"
     _own_labels = frozenset({"state", "kind", "found", "account"})
 
-    def _metrics(self, stats: ConnectorStats) -> Iterator[Metric]:
-        counter, gauge = CounterMetricFamily, GaugeMetricFamily
+    def collect(self) -> Iterator[Metric]:
+        """The metric families of this moment; Prometheus' client calls it at each scrape."""
+        stats, counter, gauge = self._read(), CounterMetricFamily, GaugeMetricFamily
         for name, value in vars(stats).items():
             text = f"`{name}` of ConnectorStats."
             if isinstance(value, Durations):
@@ -215,17 +210,6 @@ class ConnectorCollector(_StatsCollector[ConnectorStats]):
         buckets = list(zip(bounds, map(float, accumulate(durations.counts)), strict=True))
         histogram.add_metric(list(self._labels.values()), buckets, durations.total)
         return histogram
-
-
-class QueueCollector(_StatsCollector[QueueStats]):
-    """Exports the counts of `QueueStats` as gauges whose names begin with `encoder_service_queue_`."""
-
-    _prefix = "encoder_service_queue"
-    _own_labels = frozenset()
-
-    def _metrics(self, stats: QueueStats) -> Iterator[Metric]:
-        for name, value in vars(stats).items():
-            yield self._family(GaugeMetricFamily, name, f"`{name}` of QueueStats.", value)
 
 
 _SECONDS = [0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0]
@@ -292,8 +276,15 @@ class LocalMetrics(ServiceMetrics):
         super().__init__(make)
 
     def watch(self, queue: StatsSource[QueueStats], managers: Sequence[StatsSource[ManagerStats]]) -> None:
-        """Export the statistics of a queue, and those of managers together, at each scrape."""
-        QueueCollector(queue, registry=self.registry)
+        """Export the counts of a queue, and the statistics of managers together, at each scrape."""
+        for name in vars(queue.stats()):
+            text = f"`{name}` of QueueStats."
+            gauge = Gauge(f"encoder_service_queue_{name}", text, registry=self.registry)
+
+            def read(name: str = name) -> float:
+                return float(getattr(queue.stats(), name))
+
+            gauge.set_function(read)
         PrometheusCollector(lambda: ManagerStats.total([m.stats() for m in managers]), registry=self.registry)
 
     async def exposition(self) -> str:

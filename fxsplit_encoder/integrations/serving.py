@@ -60,7 +60,12 @@ def warmup(target: Any, *args: Any, **kwargs: Any) -> int:
     if isinstance(target, EncoderCudaGraphManager):
         target.capture()
     elif served := _served(target):
-        _warm_model(target, served, args, kwargs)
+        if args or kwargs:
+            with torch.no_grad(), capturing_at_once():
+                target(*args, **kwargs)
+        else:
+            for tower in served:
+                tower.warm()
     else:
         return backend.warmup(target, *args, **kwargs)
     return sum(1 for captured in stats(target).budgets.values() if captured.mode)
@@ -95,15 +100,6 @@ def _nothing_that_serves(function: str, target: Any) -> InputError:
         f"{function}: expected a model after accelerate(), a manager, or what torch.compile(..., "
         f"backend='encoder_cg') returned; got {shown(type(target).__name__)}"
     )
-
-
-def _warm_model(model: Any, served: list[ServedTower], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    if args or kwargs:
-        with torch.no_grad(), capturing_at_once():
-            model(*args, **kwargs)
-        return
-    for tower in served:
-        tower.warm()
 
 
 def _served(target: Any) -> list[ServedTower]:

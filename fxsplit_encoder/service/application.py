@@ -24,12 +24,7 @@ from fxsplit_encoder.errors import FxSplitError, InputError, MediaError
 from fxsplit_encoder.integrations.prometheus import ServiceMetrics
 from fxsplit_encoder.media import measure_image
 from fxsplit_encoder.service.encoder import Item, Preparer, Result, thread_pool
-from fxsplit_encoder.service.protocol import (
-    RequestError,
-    Source,
-    embeddings_response,
-    parse_request,
-)
+from fxsplit_encoder.service.protocol import RequestError, Source, embeddings_response, parse_request
 from fxsplit_encoder.service.settings import ServiceSettings
 
 logger = logging.getLogger(__name__)

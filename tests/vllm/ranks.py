@@ -39,7 +39,7 @@ def encode(rank: int, mode: str) -> dict[str, Any] | None:
     from vllm.v1.worker.encoder_cudagraph import EncoderCudaGraphManager
 
     from fxsplit_encoder.integrations.vllm.adapter import make_adapter
-    from fxsplit_encoder.integrations.vllm.settings import PluginSettings
+    from fxsplit_encoder.integrations.vllm.settings import DEFAULTS
 
     tiny = TINY[NAME]
     compilation = {"encoder_cudagraph_token_budgets": [16, 64]}
@@ -49,7 +49,7 @@ def encode(rank: int, mode: str) -> dict[str, Any] | None:
     config.parallel_config.rank = rank
     model = engine.build(config)
     tiny.adjust(model)
-    adapter: Any = make_adapter(EncoderCudaGraphManager, PluginSettings())
+    adapter: Any = make_adapter(EncoderCudaGraphManager, DEFAULTS)
     with torch.inference_mode():
         manager = adapter(config, torch.device("cpu"), torch.float32, model)
         if manager.manager is None:

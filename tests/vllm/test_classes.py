@@ -19,7 +19,7 @@ from fxsplit_encoder.integrations.vllm.layers import (
     traceable_input_norm,
     traceable_rotary,
 )
-from fxsplit_encoder.integrations.vllm.settings import PluginSettings
+from fxsplit_encoder.integrations.vllm.settings import DEFAULTS
 from tests.vllm import engine
 from tests.vllm.tiny import TINY, VERSION, Tiny
 
@@ -53,12 +53,12 @@ class Served:
         return stats["graph_hits"], stats["graph_hits"] + stats["graph_misses"]
 
 
-AS_IT_IS = PluginSettings()
+AS_IT_IS = DEFAULTS
 # Rewritten as on a GPU.
-COMPILED = PluginSettings(EncoderConfig(piece_compiler="eager", passes=DEFAULT_PASSES["cuda"]))
+COMPILED = EncoderConfig(piece_compiler="eager", passes=DEFAULT_PASSES["cuda"])
 
 
-def serve(tiny: Tiny, settings: PluginSettings) -> Iterator[Served]:
+def serve(tiny: Tiny, settings: EncoderConfig) -> Iterator[Served]:
     from vllm.model_executor.custom_op import op_registry_oot
     from vllm.model_executor.layers.attention.mm_encoder_attention import MMEncoderAttention
     from vllm.v1.worker.encoder_cudagraph import EncoderCudaGraphManager
@@ -71,7 +71,7 @@ def serve(tiny: Tiny, settings: PluginSettings) -> Iterator[Served]:
     }
     adapter = make_adapter(EncoderCudaGraphManager, settings)
     with pytest.MonkeyPatch.context() as patch, tiny.small():
-        if settings.encoder.compile:
+        if settings.compile:
             patch.setitem(op_registry_oot, "MMEncoderAttention", split_attention(MMEncoderAttention))
             patch.setitem(op_registry_oot, "ApplyRotaryEmb", rotary_of_a_gpu())
             install_relative_positions()

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from fxsplit_encoder import EncoderConfig
-from fxsplit_encoder.integrations.vllm.settings import PluginSettings
 from tests.vllm.test_classes import Served, serve
 from tests.vllm.tiny import TINY, VISION, WIDTH
 
@@ -38,7 +37,7 @@ def reload(served: Served, weights: dict[str, torch.Tensor]) -> None:
 @pytest.mark.parametrize(("name", "parts"), [("Qwen3-VL", 1), ("Qwen2.5-VL", 2)])
 def test_captures_use_what_vllm_reloads(name: str, parts: int) -> None:
     # Qwen2.5-VL's first layer of an MLP has two parts: the gates and what they gate.
-    settings = PluginSettings(EncoderConfig(piece_compiler="eager", passes=("pad_mlp_width",)))
+    settings = EncoderConfig(piece_compiler="eager", passes=("pad_mlp_width",))
     for served in serve(padded(name), settings):
         manager = served.manager.manager
         assert manager is not None

@@ -8,7 +8,7 @@ import torch
 from transformers import BatchFeature
 
 from fxsplit_encoder.integrations.vllm.adapter import make_adapter
-from fxsplit_encoder.integrations.vllm.settings import PluginSettings
+from fxsplit_encoder.integrations.vllm.settings import DEFAULTS
 from tests.vllm import engine
 from tests.vllm.tiny import TINY
 
@@ -50,7 +50,7 @@ def test_the_runner_of_the_second_generation() -> None:
     config = engine.engine_config(TINY_QWEN.config, compilation_config={"cudagraph_mm_encoder": True})
     model = engine.build(config)
     TINY_QWEN.adjust(model)
-    manager = make_adapter(EncoderCudaGraphManager, PluginSettings())(config, CPU, torch.float32, model)
+    manager = make_adapter(EncoderCudaGraphManager, DEFAULTS)(config, CPU, torch.float32, model)
     ours, plain = runner(model, manager), runner(model, None)
     with torch.inference_mode():
         before = ours.execute_mm_encoder(scheduled())

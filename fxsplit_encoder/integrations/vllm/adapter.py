@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.errors import CaptureError, InputError, RankError
 from fxsplit_encoder.integrations.vllm.compatibility import logger, warn_once
 from fxsplit_encoder.integrations.vllm.known_grids import keep_metadata
 from fxsplit_encoder.integrations.vllm.layers import noting_bounds
-from fxsplit_encoder.integrations.vllm.settings import (
-    VARIABLE,
-    PluginSettings,
-    encoder_config,
-    needs_range,
-)
+from fxsplit_encoder.integrations.vllm.settings import VARIABLE, encoder_config
 from fxsplit_encoder.manager import EncoderCudaGraphManager
 
 # Under this name a model keeps its manager from `clear` until one is made for it again: vLLM measures what
@@ -58,15 +54,17 @@ class VllmEncoderManager:
     implements vLLM's `SupportsEncoderCudaGraph`.
     """
 
-    settings: ClassVar[PluginSettings]
+    settings: ClassVar[EncoderConfig]
     manager: EncoderCudaGraphManager | None = None
     """This library's; None where vLLM's own serves."""
 
-    token_budgets = _Served(lambda manager: sorted({b for path in _budgets(manager).values() for b in path}))
+    token_budgets = _Served(
+        lambda manager: sorted({b for path in manager.limits.path_budgets.values() for b in path})
+    )
     path_token_budgets = _Served(
         lambda manager: {
             name: [0] * (name in manager.limits.skippable_paths) + list(budgets)
-            for name, budgets in _budgets(manager).items()
+            for name, budgets in manager.limits.path_budgets.items()
         }
     )
     max_batch_size = _Served(lambda manager: manager.limits.max_items_per_batch)
@@ -102,11 +100,7 @@ class VllmEncoderManager:
     def _make(
         self, vllm_config: Any, device: torch.device, dtype: torch.dtype, model: Any
     ) -> EncoderCudaGraphManager:
-        model_config, own = model.get_encoder_cudagraph_config(), self.settings.encoder
-        asks = needs_range(own, vllm_config, model_config)
-        budget_range = model.get_encoder_cudagraph_budget_range(vllm_config) if asks else None
-        config = encoder_config(own, vllm_config, model_config, budget_range)
-        group = None
+        config, group = encoder_config(self.settings, vllm_config, model), None
         if self._is_data_parallel:
             config, group = config.replace(data_parallel=True), device_group()
         note_reloads(model, self._check_weights)
@@ -222,13 +216,9 @@ class VllmEncoderManager:
         }
 
 
-def make_adapter(vllm_class: Any, settings: PluginSettings) -> type[VllmEncoderManager]:
+def make_adapter(vllm_class: Any, settings: EncoderConfig) -> type[VllmEncoderManager]:
     """The class of managers in place of vLLM's, or of those of a `StandIn`."""
     return type(vllm_class.__name__, (VllmEncoderManager, vllm_class), {"settings": settings})
-
-
-def _budgets(manager: EncoderCudaGraphManager) -> Mapping[str, tuple[int, ...]]:
-    return manager.limits.path_budgets
 
 
 def _note_bounds(manager: EncoderCudaGraphManager) -> None:

@@ -9,6 +9,15 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from fxsplit_encoder.protocol import (
+    EncoderCudaGraphCaptureInputs,
+    EncoderCudaGraphConfig,
+    EncoderCudaGraphPathConfig,
+    EncoderCudaGraphReplayBuffers,
+    EncoderItemSpec,
+    SupportsEncoderCudaGraph,
+)
+
 CONSTRUCTOR = ("vllm_config", "device", "dtype", "model")
 
 MEMBERS: Mapping[str, tuple[str, ...]] = {
@@ -22,40 +31,21 @@ MEMBERS: Mapping[str, tuple[str, ...]] = {
 }
 """Every public method of vLLM's manager, and its parameters."""
 
-_CAPTURE_EXTENTS = ("token_budget", "max_batch_size", "max_frames_per_batch", "device", "dtype")
-
 PROTOCOL: Mapping[str, tuple[str, ...]] = {
-    "get_encoder_cudagraph_config": (),
-    "get_input_modality": ("mm_kwargs",),
-    "get_max_frames_per_video": (),
-    "get_encoder_cudagraph_budget_range": ("vllm_config",),
-    "get_encoder_cudagraph_item_specs": ("mm_kwargs",),
-    "select_encoder_cudagraph_items": ("mm_kwargs", "indices"),
-    "prepare_encoder_cudagraph_capture_inputs": (*_CAPTURE_EXTENTS, "path", "axis_keys"),
-    "prepare_encoder_cudagraph_replay_buffers": (
-        *("mm_kwargs", "max_batch_size", "max_frames_per_batch"),
-        "path",
-    ),
-    "encoder_cudagraph_forward": ("inputs", "path"),
-    "encoder_eager_forward": ("mm_kwargs", "path"),
-    "postprocess_encoder_output": (
-        *("outputs", "indices", "per_item_out_tokens", "dest"),
-        *("clone", "batch_mm_kwargs"),
-    ),
+    name: tuple(inspect.signature(method).parameters)[1:]
+    for name, method in vars(SupportsEncoderCudaGraph).items()
+    if callable(method) and not name.startswith("_")
 }
 """What models implement, and its parameters."""
 
-FIELDS: Mapping[str, tuple[str, ...]] = {
-    "EncoderItemSpec": ("input_size", "output_tokens", "path_output_tokens"),
-    "EncoderCudaGraphConfig": (
-        *("modalities", "buffer_keys", "out_hidden_size", "padding_logics", "max_frames_per_video"),
-        *("paths", "capture_axes"),
-    ),
-    "EncoderCudaGraphPathConfig": ("min_token_budget", "allow_zero_tokens"),
-    "EncoderCudaGraphCaptureInputs": ("values",),
-    "EncoderCudaGraphReplayBuffers": ("values",),
-}
-"""What models and managers exchange."""
+EXCHANGED = (
+    EncoderItemSpec,
+    EncoderCudaGraphConfig,
+    EncoderCudaGraphPathConfig,
+    EncoderCudaGraphCaptureInputs,
+    EncoderCudaGraphReplayBuffers,
+)
+"""What models and managers exchange, in this library's classes, whose names and fields are vLLM's."""
 
 ATTENTION: Mapping[str, tuple[str, ...]] = {
     "__init__": ("num_heads", "head_size", "scale", "num_kv_heads", "prefix"),
@@ -77,11 +67,11 @@ def manager_problem(manager: type, protocol: type, definitions: Any) -> str | No
     for owner, recorded in ((manager, {"__init__": CONSTRUCTOR, **MEMBERS}), (protocol, PROTOCOL)):
         if (problem := member_problem(owner, recorded)) is not None:
             return problem
-    for name, names in FIELDS.items():
-        kind = getattr(definitions, name, None)
-        fields = tuple(field.name for field in dataclasses.fields(kind)) if kind is not None else ()
-        if fields != names:
-            return f"{name} has the fields {', '.join(fields)}"
+    for own in EXCHANGED:
+        kind = getattr(definitions, own.__name__, None)
+        fields = [field.name for field in dataclasses.fields(kind)] if kind is not None else []
+        if fields != [field.name for field in dataclasses.fields(own)]:
+            return f"{own.__name__} has the fields {', '.join(fields)}"
     return None
 
 

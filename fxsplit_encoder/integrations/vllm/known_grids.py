@@ -5,8 +5,7 @@ embeddings, some hundred microseconds of the host. Position embeddings depend on
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from typing import Any
 
@@ -58,22 +57,16 @@ def keep_metadata(model: Any) -> None:
 
     @functools.wraps(prepare)
     def prepare_for_replay(*args: Any, **kwargs: Any) -> Any:
-        with _replaying():
+        token = _is_replay.set(True)
+        try:
             return prepare(*args, **kwargs)
+        finally:
+            _is_replay.reset(token)
 
     vars(prepare_for_replay)["keeps_metadata"] = True
     model.prepare_encoder_cudagraph_replay_buffers = prepare_for_replay
     for tower in towers:
         tower.prepare_encoder_metadata = KeptMetadata(tower)
-
-
-@contextmanager
-def _replaying() -> Iterator[None]:
-    token = _is_replay.set(True)
-    try:
-        yield
-    finally:
-        _is_replay.reset(token)
 
 
 class KeptMetadata:
@@ -124,16 +117,13 @@ class KeptMetadata:
 
 def _key_of(grids: Any, options: Mapping[str, Any]) -> Any | None:
     """Return what metadata depend on, with the stream that they are ready on; None: unhashable grids."""
-    if not isinstance(grids, list | tuple):
+    if not isinstance(grids, list | tuple) or not all(
+        isinstance(grid, list | tuple) and {*map(type, grid)} <= {int} for grid in grids
+    ):
         return None
-    rows = []
-    for grid in grids:
-        if not isinstance(grid, list | tuple) or any(type(number) is not int for number in grid):
-            return None
-        rows.append(tuple(grid))
     has_streams = torch.cuda.is_initialized()
     stream = torch.cuda.current_stream().cuda_stream if has_streams else 0
-    key = (tuple(rows), stream, *sorted(options.items()))
+    key = (tuple(map(tuple, grids)), stream, *sorted(options.items()))
     try:
         hash(key)
     except TypeError:

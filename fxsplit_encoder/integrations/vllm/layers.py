@@ -169,16 +169,13 @@ def traceable_rotary(base: type[nn.Module]) -> type[nn.Module]:
     return TraceableRotary
 
 
-_NORM_METHODS = ("forward_cuda", "forward_native")
-
-
 def install_input_norm() -> None:
     """Has such layers that vLLM builds from now on trace to PyTorch's operations, if it knows them."""
     try:
         from vllm.model_executor.layers.fusion.mm_input_norm import FusedMMInputNorm
     except ImportError:
         return
-    if all(hasattr(FusedMMInputNorm, name) for name in _NORM_METHODS):
+    if all(hasattr(FusedMMInputNorm, name) for name in ("forward_cuda", "forward_native")):
         _register("FusedMMInputNorm", traceable_input_norm(FusedMMInputNorm), "forward_cuda")
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import sys
 from typing import Any, ClassVar
 
+from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.errors import ConfigError
 from fxsplit_encoder.integrations.vllm.compatibility import manager_problem, warn_once
-from fxsplit_encoder.integrations.vllm.settings import PluginSettings, read_plugin_settings
+from fxsplit_encoder.integrations.vllm.settings import read_plugin_settings
 
 _NAME = "EncoderCudaGraphManager"
 
@@ -35,7 +36,7 @@ def register() -> None:
         warn_once(f"fxsplit_encoder leaves vLLM as it is, which it does not know: {problem}")
 
 
-def _install(settings: PluginSettings) -> str | None:
+def _install(settings: EncoderConfig) -> str | None:
     """Installs the manager; returns why it could not be, or None."""
     from vllm.model_executor.models.interfaces import SupportsEncoderCudaGraph
     from vllm.v1.worker import encoder_cudagraph, encoder_cudagraph_defs
@@ -50,27 +51,22 @@ def _install(settings: PluginSettings) -> str | None:
     problem = manager_problem(original, SupportsEncoderCudaGraph, encoder_cudagraph_defs)
     if problem is not None:
         return problem
-    if settings.encoder.compile:
+    if settings.compile:
         if (problem := install_layers()) is not None:
             warn_once(f"fxsplit_encoder does not compile encoders: {problem}")
-            settings = settings.without_compiling()
+            settings = settings.replace(compile=False, piece_compiler="auto", passes="auto")
     _replace(original, make_stand_in(original, settings))
     return None
 
 
 def install_layers() -> str | None:
     """Makes encoders that vLLM builds traceable; returns why they are not, or None."""
-    from fxsplit_encoder.integrations.vllm.layers import (
-        install_attention,
-        install_input_norm,
-        install_relative_positions,
-        install_rotary,
-    )
+    from fxsplit_encoder.integrations.vllm import layers
 
-    problem = install_rotary() or install_attention()
+    problem = layers.install_rotary() or layers.install_attention()
     if problem is None:
-        install_relative_positions()
-        install_input_norm()
+        layers.install_relative_positions()
+        layers.install_input_norm()
     return problem
 
 
@@ -89,7 +85,7 @@ class StandIn:
     import it. `make_stand_in` derives it from vLLM's own too, for classes that others derive.
     """
 
-    settings: ClassVar[PluginSettings]
+    settings: ClassVar[EncoderConfig]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """A `VllmEncoderManager`; vLLM's own if that cannot be imported; an object of a derived class as it
@@ -112,6 +108,6 @@ class StandIn:
         return object.__new__(make_adapter(cls, cls.settings))
 
 
-def make_stand_in(vllm_class: type, settings: PluginSettings) -> type[StandIn]:
+def make_stand_in(vllm_class: type, settings: EncoderConfig) -> type[StandIn]:
     """The class that takes the place of vLLM's."""
     return type(vllm_class.__name__, (StandIn, vllm_class), {"settings": settings})

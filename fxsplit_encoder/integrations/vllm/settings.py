@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 from fxsplit_encoder.config import EncoderConfig, PathConfig
@@ -27,62 +25,41 @@ _WEIGHT_CHECK_SECONDS = 1.0
 _FEW_FRAMES = 16
 
 
-@dataclass(frozen=True)
-class PluginSettings:
-    """Settings of the environment variable `VARIABLE`."""
-
-    encoder: EncoderConfig = field(default_factory=functools.partial(EncoderConfig, compile=False))
-    """Settings of the manager, but that towers are compiled on demand only: then they attend through this
-    library's op in place of vLLM's."""
-    enabled: bool = True
-    """False: vLLM's manager is left in its place."""
-
-    def without_compiling(self) -> PluginSettings:
-        """The same for towers as they are."""
-        defaults = {"piece_compiler": "auto", "passes": "auto"}
-        return PluginSettings(self.encoder.replace(compile=False, **defaults), self.enabled)
+DEFAULTS = EncoderConfig(compile=False)
+"""The settings without a file. Towers are compiled on demand only: then they attend through this library's op
+in place of vLLM's."""
 
 
-def read_plugin_settings(environment: Mapping[str, str] = os.environ) -> PluginSettings:
-    """The settings in the file that the environment names, or the defaults; ConfigError for a bad file."""
+def read_plugin_settings(environment: Mapping[str, str] = os.environ) -> EncoderConfig:
+    """The settings in the file that the environment names, or the defaults; not `enabled`: vLLM's manager is
+    left in its place. ConfigError for a bad file.
+    """
     value = environment.get(VARIABLE, "").strip()
     if not value:
-        return PluginSettings()
+        return DEFAULTS
     if value.lower() == _OFF:
-        return PluginSettings(enabled=False)
+        return EncoderConfig(enabled=False)
     try:
-        return _parsed(dict(read_settings(value)))
+        values = read_settings(value)
+        if "data_parallel" in values:
+            raise ConfigError("data_parallel: follows vLLM's --mm-encoder-tp-mode; leave it out")
+        return EncoderConfig.from_options({"config": {"compile": False, **values}})
     except ConfigError as error:
         raise ConfigError(*(f"{VARIABLE}={value}: {problem}" for problem in error.problems)) from None
 
 
-def _parsed(values: dict[Any, Any]) -> PluginSettings:
-    if "data_parallel" in values:
-        raise ConfigError("data_parallel: follows vLLM's --mm-encoder-tp-mode; leave it out")
-    encoder = EncoderConfig.from_options({"config": {"compile": False, **values}})
-    return PluginSettings(encoder, encoder.enabled)
-
-
-def encoder_config(
-    own: EncoderConfig, vllm_config: Any, model_config: Any, budget_range: tuple[int, int] | None
-) -> EncoderConfig:
+def encoder_config(own: EncoderConfig, vllm_config: Any, model: Any) -> EncoderConfig:
     """The manager's settings for a model that vLLM serves: the plugin's file (`own`), then vLLM's four
     settings of encoder CUDA graphs, then what is inferred. ConfigError for settings that do not suit the
-    model.
-
-    Args:
-        model_config, budget_range: the model's `get_encoder_cudagraph_config()` and `..._budget_range()`; the
-            latter None where nothing depends on it.
+    model, which is asked for its range of budgets where frames follow from it.
     """
+    model_config = model.get_encoder_cudagraph_config()
     config = _with_vllms(own, vllm_config, model_config)
-    if config.max_frames_per_batch is None and "video" in model_config.modalities:
-        return config.replace(max_frames_per_batch=_inferred_frames(config, model_config, budget_range))
-    return config
-
-
-def needs_range(own: EncoderConfig, vllm_config: Any, model_config: Any) -> bool:
-    """Whether budgets depend on the model's range."""
-    return needs_budget_range(_with_vllms(own, vllm_config, model_config), model_config)
+    if config.max_frames_per_batch is not None or "video" not in model_config.modalities:
+        return config
+    asks = needs_budget_range(config, model_config)
+    budget_range = model.get_encoder_cudagraph_budget_range(vllm_config) if asks else None
+    return config.replace(max_frames_per_batch=_inferred_frames(config, model_config, budget_range))
 
 
 def _with_vllms(own: EncoderConfig, vllm_config: Any, model_config: Any) -> EncoderConfig:

@@ -18,6 +18,7 @@ from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.models.checkpoint import Checkpoint
 from fxsplit_encoder.models.connectors import checkpoint_encoder, config_for, row_bytes_of, weightless_tower
 from fxsplit_encoder.models.media import media_processor
+from fxsplit_encoder.service.ray.encode_images import everywhere
 from fxsplit_encoder.service.ray.job import checkpoint_digest
 from fxsplit_encoder.service.ray.ray_encoder import RayEncoder, RayOptions, check_connection
 
@@ -46,7 +47,7 @@ def ray_connector(
     if workers < 1:
         raise InputError(f"workers: expected at least one; got {workers}")
     options = options if options is not None else RayOptions()
-    name = str(Path(model).resolve() if Path(model).is_dir() else model)
+    name = everywhere(model)
     device = "cuda" if options.num_gpus else "cpu"  # of an actor, which sees the GPUs that Ray has given it
     checkpoint = Checkpoint.locate(name)
     chosen = config_for(config, torch.device(device))

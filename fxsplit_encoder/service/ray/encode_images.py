@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -36,6 +37,11 @@ from fxsplit_encoder.service.encoder import (
 from fxsplit_encoder.service.settings import ImageEncoderSettings
 
 _DTYPES = {"U8": np.uint8, "F32": np.float32, "I64": np.int64, "I32": np.int32}
+
+
+def everywhere(model: str | Path) -> str:
+    """A directory by its whole path, as workers have another working directory; a hub name as it is."""
+    return str(Path(model).resolve() if Path(model).is_dir() else model)
 
 
 def place_of(path: str) -> tuple[fs.FileSystem, str]:

@@ -30,12 +30,7 @@ from pyarrow import fs
 from fxsplit_encoder.errors import ConfigError, InputError
 from fxsplit_encoder.kernels.store import write_atomic
 from fxsplit_encoder.models.checkpoint import Checkpoint
-from fxsplit_encoder.service.ray.encode_images import (
-    encode_images,
-    gpus_of,
-    place_of,
-    preparer_of,
-)
+from fxsplit_encoder.service.ray.encode_images import encode_images, gpus_of, place_of, preparer_of
 from fxsplit_encoder.service.settings import ImageEncoderSettings
 
 EXTENSIONS = (".avif", ".bmp", ".gif", ".jp2", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp")
@@ -64,14 +59,11 @@ def list_files(paths: Sequence[str]) -> list[str]:
     return found
 
 
-_SETTINGS = ("config.json", "processor_config.json", "preprocessor_config.json")
-
-
 def checkpoint_digest(model: str) -> str:
     """Digest a checkpoint's settings and revision, or the sizes and times of a directory's weights."""
     checkpoint = Checkpoint.locate(model)
     digest = hashlib.sha256()
-    for name in _SETTINGS:
+    for name in ("config.json", "processor_config.json", "preprocessor_config.json"):
         found = checkpoint.find(name)
         digest.update(b"" if found is None else found.read_bytes())
         if found is not None and checkpoint.directory is None:

@@ -17,7 +17,6 @@ import fxsplit_encoder as fx
 from fxsplit_encoder.integrations.vllm import adapter
 from fxsplit_encoder.integrations.vllm.adapter import VllmEncoderManager, note_reloads
 from fxsplit_encoder.integrations.vllm.plugin import register
-from fxsplit_encoder.integrations.vllm.settings import PluginSettings
 from fxsplit_encoder.manager.path_forward import PathForward
 
 from .fake_vllm import FakeVllm
@@ -100,7 +99,7 @@ def test_what_vllm_captures_twice_is_compiled_and_measured_once(
     compiled: list[Any] = []
     trace = PathForward.trace
     monkeypatch.setattr(PathForward, "trace", lambda *a, **b: compiled.append(0) or trace(*a, **b))
-    own = PluginSettings(fx.EncoderConfig(piece_compiler="eager"))
+    own = fx.EncoderConfig(piece_compiler="eager")
     manager = make(own=own)
     manager.capture(graph_pool="thrown away")
     first, graphs = manager.manager, manager.budget_graphs["default"]
@@ -213,7 +212,7 @@ def test_what_cannot_be_encoded_is_left_to_vllms_eager_forward(
     assert calls(manager) == []
 
 
-UNKNOWN_PATH = PluginSettings(fx.EncoderConfig(paths={"crops": fx.PathConfig(mode="full")}))
+UNKNOWN_PATH = fx.EncoderConfig(paths={"crops": fx.PathConfig(mode="full")})
 
 
 @pytest.mark.parametrize(

@@ -9,16 +9,16 @@ import sys
 import tomllib
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.integrations.vllm.plugin import StandIn, register
 from fxsplit_encoder.integrations.vllm.settings import (
+    DEFAULTS,
     VARIABLE,
-    PluginSettings,
     encoder_config,
-    needs_range,
     read_plugin_settings,
 )
 
@@ -65,8 +65,8 @@ def test_compiling_replaces_the_attention_too(vllm: FakeVllm, settings_file: Pat
     register()
     register()
     assert list(vllm.module(CUSTOM_OP).op_registry_oot) == ["ApplyRotaryEmb", "MMEncoderAttention"]
-    assert vllm.manager.settings.encoder.compile
-    assert vllm.manager.settings.encoder.token_budgets == (64,)
+    assert vllm.manager.settings.compile
+    assert vllm.manager.settings.token_budgets == (64,)
 
 
 @pytest.mark.parametrize("value", ["off", " OFF "])
@@ -212,7 +212,10 @@ def config(vllm: FakeVllm, own: dict[str, Any], model: Any = ONE, **settings: An
     given = {f"encoder_cudagraph_{name}": value for name, value in settings.items() if name != "video_limit"}
     if "video_limit" in settings:
         given["video_limit"] = settings["video_limit"]
-    return encoder_config(fx.EncoderConfig(**own), vllm.config(**given), model, RANGE)
+    tower = mock.Mock()
+    tower.get_encoder_cudagraph_config.return_value = model
+    tower.get_encoder_cudagraph_budget_range.return_value = RANGE
+    return encoder_config(fx.EncoderConfig(**own), vllm.config(**given), tower)
 
 
 def test_listed_budgets_are_sorted_and_each_kept_once(vllm: FakeVllm) -> None:
@@ -262,23 +265,15 @@ def test_video_frames(vllm: FakeVllm, model: Any, settings: dict[str, Any], fram
     assert config(vllm, {}, model, **settings).max_frames_per_batch == frames
 
 
-def test_the_model_is_asked_for_its_range_where_it_decides(vllm: FakeVllm) -> None:
-    listed = vllm.config(encoder_cudagraph_token_budgets=[64], encoder_cudagraph_max_vision_items_per_batch=2)
-    assert not needs_range(fx.EncoderConfig(), listed, ONE)
-    assert needs_range(fx.EncoderConfig(), vllm.config(encoder_cudagraph_token_budgets=[64]), ONE)
-    assert needs_range(fx.EncoderConfig(), vllm.config(), TWO)
-
-
 def test_the_environment_names_a_file_or_switches_off(tmp_path: Path) -> None:
-    assert read_plugin_settings({}) == PluginSettings()
-    assert not PluginSettings().encoder.compile
+    assert read_plugin_settings({}) == DEFAULTS
+    assert not DEFAULTS.compile
     assert not read_plugin_settings({VARIABLE: "off"}).enabled
     file = tmp_path / "settings.yaml"
     file.write_text("compile: true\nmax_graph_bytes: 2GiB\n")
     settings = read_plugin_settings({VARIABLE: str(file)})
     assert settings.enabled
-    assert settings.encoder == fx.EncoderConfig(max_graph_bytes=2**31)
-    assert settings.without_compiling().encoder == fx.EncoderConfig(max_graph_bytes=2**31, compile=False)
+    assert settings == fx.EncoderConfig(max_graph_bytes=2**31)
     file.write_text("enabled: false\n")
     assert not read_plugin_settings({VARIABLE: str(file)}).enabled
 
