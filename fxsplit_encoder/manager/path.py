@@ -362,7 +362,7 @@ class EncoderPath(CapturedProgram):
         except InputError as error:
             raise CaptureError(str(error)) from error
         if program is None:
-            return request_of_module(
+            request = request_of_module(
                 self,
                 FreshInputs(tokens, values),
                 StaticParameters(tower_tensors(self.tower), self.tower),
@@ -370,8 +370,8 @@ class EncoderPath(CapturedProgram):
                 growing=growing,
                 splitting_ops=self.options.splitting_ops,
                 padding_logics=logics,
-                is_alone=self.scope.agree is None,
             )
+            return replace(request, is_alone=self.scope.agree is None)
         bindings = program.program.begin(program.arguments(values))
         fresh = FreshInputs(tokens, values, program.tokens(values), bindings)
         return request_of_program(program.region, fresh, self.parameters, shared, logics)

@@ -93,11 +93,8 @@ def request_of_module(
     growing: Collection[str],
     splitting_ops: tuple[str, ...],
     padding_logics: PaddingLogics,
-    is_alone: bool,
 ) -> CaptureRequest:
-    """Makes the request of a forward that is captured as it is; `growing` names the inputs of every batch,
-    and `is_alone` is as for `BreakableCUDAGraphCapture`.
-    """
+    """Makes the request of a forward that is captured as it is; `growing` names the inputs of every batch."""
     own = (
         StaticBuffer(name, tensor, 0, padding_logics.get(name), may_be_left_out=name not in growing)
         for name, tensor in fresh.values.items()
@@ -112,7 +109,6 @@ def request_of_module(
         fresh.tokens,
         lengths=[name for name in fresh.values if name in unpadded and is_cumulative(fresh.values[name])],
         splitting_ops=splitting_ops,
-        is_alone=is_alone,
     )
 
 
