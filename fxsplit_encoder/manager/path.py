@@ -31,11 +31,12 @@ from fxsplit_encoder.errors import (
     UntraceableError,
 )
 from fxsplit_encoder.kernels.attention import KnownSegments
-from fxsplit_encoder.manager.row_groups import RowGroups, row_groups_of
 from fxsplit_encoder.manager.tower import (
+    RowGroups,
     TowerSpec,
     named_tensors,
     read_item_specs,
+    row_groups_of,
     select_items,
     tower_part,
     tower_tensors,

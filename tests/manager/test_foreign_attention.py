@@ -12,7 +12,7 @@ from torch import Tensor
 import fxsplit_encoder as fx
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.kernels.attention import varlen_attention
-from fxsplit_encoder.manager.row_groups import RowGroups
+from fxsplit_encoder.manager.tower import RowGroups
 
 from . import managers
 from .mock_towers import WIDTH, Config, SplitModel, assert_serves, batch
