@@ -158,7 +158,7 @@ def make_manager(tiny_towers: TinyTowers) -> Callable[..., Any]:
         manager = fx.EncoderCudaGraphManager(tiny_towers.wrapped, config, log_interval=0)
         path = manager.paths["default"]
         if traced:
-            path.forward.bind(traced[0])
+            path.bind(traced[0])
         else:
             path.compile()
             assert path.program is not None, manager.reports

@@ -55,7 +55,7 @@ def infer_few_budgets(monkeypatch: pytest.MonkeyPatch) -> None:
         return tuple(budget for budget in inferred_budgets(*args) if budget <= 80)
 
     monkeypatch.setattr("fxsplit_encoder.planning.limits.inferred_budgets", few)
-    monkeypatch.setattr("fxsplit_encoder.backend.forward.inferred_budgets", few)
+    monkeypatch.setattr("fxsplit_encoder.backend.call_program.inferred_budgets", few)
 
 
 def small_model() -> Any:

@@ -411,7 +411,7 @@ def _capture_and_execute() -> None:
         config = fx.EncoderConfig(mode=mode, piece_compiler="eager", **limits)
         manager = fx.EncoderCudaGraphManager(wrapped, config, log_interval=0)
         if program is not None:
-            manager.paths["default"].forward.bind(program)
+            manager.paths["default"].bind(program)
         manager.capture()
         program = manager.programs["default"]
         for sizes in ([16], [16, 32]):  # patches, four a token

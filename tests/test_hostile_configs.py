@@ -16,7 +16,7 @@ import yaml
 import fxsplit_encoder as fx
 from fxsplit_encoder.backend.dispatch import dispatchers
 from fxsplit_encoder.errors import ConfigError
-from fxsplit_encoder.manager.path_forward import PathForward
+from fxsplit_encoder.manager.path import EncoderPath
 from tests.small_tower import FEATURES, SmallAdapter, SmallTower
 
 MEBIBYTE = 1 << 20
@@ -180,14 +180,14 @@ def test_values_are_refused_by_name(label: str) -> None:
 def made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The budgets of which inputs are made."""
     budgets: list[int] = []
-    real = PathForward.capture_values
+    real = EncoderPath.capture_values
 
-    def recorded(self: PathForward, budget: int) -> Any:
+    def recorded(self: EncoderPath, budget: int) -> Any:
         budgets.append(budget)
         assert budget < 10**5
         return real(self, budget)
 
-    monkeypatch.setattr(PathForward, "capture_values", recorded)
+    monkeypatch.setattr(EncoderPath, "capture_values", recorded)
     return budgets
 
 

@@ -7,7 +7,7 @@ import logging
 import threading
 import weakref
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, TypeAlias
 
@@ -17,29 +17,29 @@ from fxsplit_encoder._torch.device import on_device
 from fxsplit_encoder._torch.dynamo import original_module, owners_of, owners_of_trace
 from fxsplit_encoder._torch.modes import without_autograd
 from fxsplit_encoder._torch.tensors import copy_each
-from fxsplit_encoder.backend.forward import (
+from fxsplit_encoder.backend.call_program import (
+    PATH,
     CallParameters,
+    CallProgram,
+    PaddedProgram,
     ProgramBudgets,
-    ProgramForward,
-    SizedForward,
+    SizedProgram,
+    run_exact,
     sizes_of,
 )
 from fxsplit_encoder.caching import Recent
-from fxsplit_encoder.capture.buffers import SharedBuffers
-from fxsplit_encoder.capture.forward import CaptureRequest
 from fxsplit_encoder.capture.pool import GraphPool
 from fxsplit_encoder.compile.blocks import LiveWeights
 from fxsplit_encoder.compile.program import Argument, Bindings, NamedRegion, Program, Ref
 from fxsplit_encoder.compile.sizes import Size
 from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.errors import WeightsMovedError
-from fxsplit_encoder.kernels.attention import KnownSegments
 from fxsplit_encoder.planning.costs import CostModel
 from fxsplit_encoder.planning.limits import CaptureKey, Limits
-from fxsplit_encoder.planning.plan import CaptureSize, Item, MissReason, PathPlan
+from fxsplit_encoder.planning.plan import Item, MissReason, PathPlan
 from fxsplit_encoder.planning.planner import Captured, build_plan
 from fxsplit_encoder.protocol import EncoderItemSpec
-from fxsplit_encoder.runtime.captured_program import CapturedProgram, Choosers, Served
+from fxsplit_encoder.runtime.captured_program import CapturedProgram, Choosers
 from fxsplit_encoder.runtime.memory_limit import CaptureSet
 from fxsplit_encoder.runtime.requests import CaptureScope, WeightChecks
 from fxsplit_encoder.runtime.statistics import ManagerStats, Statistics
@@ -55,8 +55,6 @@ _MOST_MODULES = 64
 
 # Plans depend on sizes alone, and the same sizes come again.
 _KEPT_PLANS = 1024
-
-_PATH = "default"
 
 _warming = threading.local()
 
@@ -232,18 +230,18 @@ class BudgetDispatcher:
     def _captured_program(self, bindings: Bindings) -> CallProgram:
         if not self._has_tokens:
             if () not in self.programs:
-                forward_of_sizes = SizedForward(self._region, self._parameters)
-                self.programs[()] = SizedProgram(forward_of_sizes, self._mode, self._captures.scope)
+                self.programs[()] = SizedProgram(
+                    self._region, self._parameters, self._mode, self._captures.scope
+                )
             return self.programs[()]
         key = sizes_of(self.program, bindings)
         if key not in self.programs:
             if len(self.programs) >= _MOST_PROGRAMS:
                 logger.warning("captures of %d other sizes are given up for new ones", _MOST_PROGRAMS)
                 self.clear()
-            budgets = self._budgets(bindings)
-            forward = ProgramForward(self._region, self._parameters, budgets, bindings)
+            budgets, scope = self._budgets(bindings), self._captures.scope
             self.programs[key] = PaddedProgram(
-                forward, "torch.compile", budgets.tokens, self._mode, self._captures.scope
+                self._region, self._parameters, budgets, bindings, self._mode, scope
             )
         return self.programs[key]
 
@@ -262,14 +260,14 @@ class BudgetDispatcher:
             program.unpadded.use_costs(costs, program.ladder.capture_ms)
         plan = build_plan(
             [Item(EncoderItemSpec(tokens, tokens), segments=segments)],
-            Limits({_PATH: program.budgets}, max_items_per_batch=1, max_frames_per_batch=0),
+            Limits({PATH: program.budgets}, max_items_per_batch=1, max_frames_per_batch=0),
             Captured(
-                frozenset(CaptureKey(_PATH, budget) for budget in program.captured),
-                frozenset(CaptureKey(_PATH, budget) for budget in program.ladder.no_graph_needed),
+                frozenset(CaptureKey(PATH, budget) for budget in program.captured),
+                frozenset(CaptureKey(PATH, budget) for budget in program.ladder.no_graph_needed),
             ),
-            costs=CostModel({(_PATH, ()): costs}),
+            costs=CostModel({(PATH, ()): costs}),
         )
-        planned = plan.batches[0].paths[_PATH]
+        planned = plan.batches[0].paths[PATH]
         if planned.reason is MissReason.NOT_CAPTURED and too_small:
             planned = planned._replace(reason=MissReason.TOO_MANY_SEGMENTS)
         self._plans[key] = planned
@@ -382,98 +380,6 @@ class SharedGraph:
             oldest.clear()
             return oldest
         return BudgetDispatcher(first.program.for_others(), first.config, LiveWeights(), first.owners)
-
-
-class CallProgram(CapturedProgram):
-    """The program with captures of it; a batch is the bindings of a call."""
-
-    forward: ProgramForward | SizedForward
-
-    def key(self, budget: int) -> CaptureKey:
-        """Returns the key of the default path, with the other sizes as axis keys."""
-        return CaptureKey(_PATH, budget, self.forward.sizes)
-
-    def request(self, tokens: CaptureSize, shared: SharedBuffers) -> CaptureRequest:
-        """As any program, of parameters that were checked."""
-        self.forward.parameters.check_addresses()
-        return super().request(tokens, shared)
-
-    def values(self, batch: Bindings) -> dict[str, Any]:
-        """Returns the region's inputs in the slots."""
-        return {name: batch.slots[entry.slot] for name, entry in self.forward.region.inputs.items()}
-
-    def run_unpadded(self, batch: Bindings, values: Mapping[str, Any]) -> tuple[list[Any], bool]:
-        """Runs the program; the bindings are used up."""
-        self.forward.parameters.check_addresses()
-        return run_exact(self.forward.region.program, batch), True
-
-    def run_eager(self, batch: Bindings) -> list[Any]:
-        """Runs the program: behind `torch.compile` there is no other code."""
-        return self.run_unpadded(batch, {})[0]
-
-    def copy_of(self, batch: Bindings) -> Bindings:
-        """Copies the bindings."""
-        return batch.copy()
-
-
-class PaddedProgram(CallProgram):
-    """The program with its captures for calls of equal other sizes."""
-
-    forward: ProgramForward
-
-    def rows(self, batch: Bindings, values: Mapping[str, Any]) -> int | None:
-        """Returns the size of the token dimension."""
-        return self.forward.region.program.tokens(batch)
-
-    def fits(self, size: int, rows: int | None) -> bool:
-        """Returns whether the rows are a whole number of output tokens."""
-        return self.forward.budgets.rows(size) == rows
-
-
-class SizedProgram(CallProgram):
-    """The program with its captures by all sizes of a call, of which each is kept as long as it recurs."""
-
-    forward: SizedForward
-
-    def __init__(self, forward: SizedForward, mode: str, scope: CaptureScope) -> None:
-        super().__init__(forward, "torch.compile", (), mode, scope)
-        if mode in ("full", "piecewise"):
-            self.unpadded.mode = mode
-
-    @property
-    def padding_refused(self) -> bool:
-        """False: there is nothing to pad."""
-        return False
-
-    @property
-    def recurring_counts(self) -> str | None:
-        """Always by hits."""
-        return "hits"
-
-    def run(self, planned: PathPlan, batch: Bindings, **options: Any) -> Served:
-        """As any program, with the inputs of the batch for a capture that is due."""
-        self.forward.call = batch
-        try:
-            return super().run(planned, batch, **options)
-        finally:
-            self.forward.call = None
-
-    def request(self, tokens: CaptureSize, shared: SharedBuffers) -> CaptureRequest:
-        """Makes the capture request of the current batch."""
-        self.forward.parameters.check_addresses()
-        return self.forward.request(tokens, shared)
-
-    def rows(self, batch: Bindings, values: Mapping[str, Any]) -> int | None:
-        """None: nothing is padded."""
-        return None
-
-
-def run_exact(program: Program, bindings: Bindings) -> list[Any]:
-    """Runs at the exact shape, which uses the bindings up."""
-    slots = [entry.slot for entry in program.region_inputs if entry.is_segments]
-    lengths = {s: bindings.slots[s].tolist() for s in slots if bindings.slots[s].device.type == "cpu"}
-    program.move_to_device(bindings)  # with which a host op has just computed the segments
-    return program.finish(bindings, [KnownSegments(bindings.slots[s], each) for s, each in lengths.items()])
 
 
 @dataclass(frozen=True, slots=True)

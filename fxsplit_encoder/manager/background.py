@@ -199,8 +199,8 @@ class BackgroundCapture:
     def _compile(self) -> None:
         paths = self._target.compiled_paths
         for path in paths:
-            path.forward.restore()
-        if pending := [path for path in paths if not path.forward.is_settled]:
+            path.restore()
+        if pending := [path for path in paths if not path.is_settled]:
             try:
                 self._compile_elsewhere(pending)
             except InputError as error:
@@ -227,7 +227,7 @@ class BackgroundCapture:
             self.notes.append(f"kernels are built beside the requests: {not_built}")
         for path in paths:
             if (refusal := answer["refused"].get(path.label)) is not None:
-                path.forward.refuse(refusal)
+                path.refuse(refusal)
             elif (why := answer["unsaved"].get(path.label)) is not None:
                 self.notes.append(f"{path.label}: compiled again in this process: {why}")
 

@@ -157,7 +157,7 @@ def compile_request(generation: Generation, choosers: Choosers, path: Path) -> d
     with choosers.choosing(), torch.no_grad():
         generation.compile(_tell)
     refused = {
-        each.label: each.forward.refusal or "not compiled"
+        each.label: each.refusal or "not compiled"
         for each in generation.compiled_paths
         if each.program is None
     }

@@ -19,7 +19,6 @@ from fxsplit_encoder.errors import ConfigError, InputError, TowerChangedError
 from fxsplit_encoder.manager.batches import BatchRunner
 from fxsplit_encoder.manager.data_parallel import why_not_compiled
 from fxsplit_encoder.manager.path import EncoderPath
-from fxsplit_encoder.manager.path_forward import PathForward
 from fxsplit_encoder.manager.request_plans import RequestPlans
 from fxsplit_encoder.manager.tower import TowerSpec
 from fxsplit_encoder.pauses import pause
@@ -162,7 +161,7 @@ class Generation:
                 continue
             first = model_config.paths[path.name].min_token_budget or _SMALL_TOKENS
             sizes = [size for power in range(_DOUBLINGS) if (size := first << power) < budgets[-1]]
-            a_token, fixed, _ = _input_bytes(path.forward, sizes)
+            a_token, fixed, _ = _input_bytes(path, sizes)
             if (needed := int(fixed + budgets[-1] * (a_token + output))) > memory:
                 fitting = max(0, int((memory - fixed) / (a_token + output)))
                 own = self.config.paths.get(path.name)
@@ -190,9 +189,9 @@ class Generation:
         for path in self.paths_by_key.values() if is_wanted else ():
             if path.mode in ("none", "exact"):
                 continue
-            per_token, fixed, refusals = _input_bytes(path.forward, path.budgets)
+            per_token, fixed, refusals = _input_bytes(path, path.budgets)
             try:
-                own = path.forward.fixed_bytes() if per_token or fixed else 0
+                own = path.fixed_bytes() if per_token or fixed else 0
             except torch.OutOfMemoryError as error:  # of the largest
                 own, refusals = 0, dict.fromkeys(path.budgets, str(error))
             previous, max_items = 0, self.spec.limits.max_items_per_batch
@@ -285,7 +284,7 @@ class Generation:
         """Releases every capture and forgets the compiled forwards."""
         self.clear()
         for path in self.paths_by_key.values():
-            path.forward.forget()
+            path.forget()
 
     # --- others of the same tower
 
@@ -332,7 +331,7 @@ def _first_mode(mode: Mode) -> Mode:
 # --- what is captured
 
 
-def _input_bytes(forward: PathForward, sizes: Iterable[int]) -> tuple[float, float, dict[int, str]]:
+def _input_bytes(path: EncoderPath, sizes: Iterable[int]) -> tuple[float, float, dict[int, str]]:
     """Bytes of static inputs a token, and fixed, from the first two sizes that the tower makes inputs of, and
     why it makes none of others.
     """
@@ -342,7 +341,7 @@ def _input_bytes(forward: PathForward, sizes: Iterable[int]) -> tuple[float, flo
         if len(known) == 2:
             break
         try:
-            known[size] = sum(tensor.nbytes for tensor in forward.capture_values(size).values())
+            known[size] = sum(tensor.nbytes for tensor in path.capture_values(size).values())
         except (InputError, torch.OutOfMemoryError) as error:
             refusals[size] = str(error)
     if not known:

@@ -269,7 +269,7 @@ class Lifecycle:
             raise error
         self.own.check_tower()
         for path in self.serving.paths_by_key.values():
-            path.forward.current_program()
+            path.current_program()
         logger.warning("capturing again: %s", error)
         held = self.serving.captures.held()
         self.serving.captures.clear()

@@ -108,7 +108,7 @@ def save_start(
         if each.program is None:  # it is captured as it is
             continue
         try:
-            programs[each.label] = each.forward.to_save()
+            programs[each.label] = each.to_save()
         except CompileError as error:
             unsaved[each.label] = str(error)
     known = {each.label: each.known() for each in paths} if is_measured else {}
@@ -149,8 +149,8 @@ def load_start(
     for encoder_path in paths:
         if is_measured:
             encoder_path.expect(tower.paths[encoder_path.label])
-        encoder_path.forward.saved = tower.programs.get(encoder_path.label)
-        encoder_path.forward.options = replace(encoder_path.forward.options, is_known=True)
+        encoder_path.saved = tower.programs.get(encoder_path.label)
+        encoder_path.options = replace(encoder_path.options, is_known=True)
 
 
 # --- costs that stay on this machine

@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Protocol, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 import torch
 
@@ -38,46 +38,21 @@ logger = logging.getLogger(__name__)
 _NOTHING_CAPTURED = frozenset({MissReason.NOT_CAPTURED, MissReason.NEW_SHAPE})
 
 
-class CapturableForward(Protocol):
-    """A forward to capture: a program at any size, or a tower's own code."""
-
-    @property
-    def region(self) -> NamedRegion | None:
-        """The region of the program; None where the forward is captured as it is."""
-
-    @property
-    def declares_padding(self) -> bool:
-        """Whether padding is taken to leave real rows alone without a proof."""
-
-    def request(self, tokens: int, shared: SharedBuffers) -> CaptureRequest:
-        """Makes a capture request of so many output tokens over `shared` inputs, or CaptureError."""
-
-    def is_always_full(self, tokens: int) -> bool:
-        """Whether only batches that fill a budget of so many output tokens take it."""
-
-    def padding_change(self, captured: CapturedForward, tokens: int) -> str | None:
-        """Returns how a new capture changes the results of a batch that may take it; None: it does not."""
-
-
 Served: TypeAlias = tuple[Sequence[Any], PathPlan, int | None]
 """The outputs of a batch, which the next replay overwrites; the plan as it was served; and the budget of the
 replay: 0 for one without padding, None for no replay."""
 
 
 class CapturedProgram(ABC):
-    """One forward with its captures: a ladder of increasing `budgets`, in output tokens, captured in the
-    configuration's `mode`; and captures of the token counts that recur.
+    """One forward, a program at any size or a tower's own code, with its captures: a ladder of increasing
+    `budgets`, in output tokens, captured in the configuration's `mode`; and captures of the token counts
+    that recur.
     """
 
-    def __init__(
-        self,
-        forward: CapturableForward,
-        label: str,
-        budgets: Sequence[int],
-        mode: str,
-        scope: CaptureScope,
-    ) -> None:
-        self.forward = forward
+    declares_padding = False
+    """Whether padding is taken to leave real rows alone without a proof."""
+
+    def __init__(self, label: str, budgets: Sequence[int], mode: str, scope: CaptureScope) -> None:
         self.label = label
         self.budgets = tuple(budgets)
         self.mode = mode
@@ -109,16 +84,21 @@ class CapturedProgram(ABC):
     # --- what may be captured
 
     @property
+    @abstractmethod
+    def region(self) -> NamedRegion | None:
+        """The region of the program; None where the forward is captured as it is."""
+
+    @property
     def padding_proved(self) -> bool:
         """Whether the program is proved to keep its rows apart."""
-        region = self.forward.region
+        region = self.region
         return region is not None and region.program.padding.proved
 
     @property
     def padding_refused(self) -> bool:
         """Whether nothing is padded: the rows are not proved to stay apart, nor declared to."""
-        region = self.forward.region
-        return region is not None and not (self.forward.declares_padding or region.program.padding.proved)
+        region = self.region
+        return region is not None and not (self.declares_padding or region.program.padding.proved)
 
     @property
     def recurring_counts(self) -> str | None:
@@ -130,17 +110,23 @@ class CapturedProgram(ABC):
         by_cost = self.mode == "auto" and self.scope.measured and self.scope.config.capture_recurring
         return "cost" if by_cost else None
 
+    @abstractmethod
     def request(self, tokens: int, shared: SharedBuffers) -> CaptureRequest:
         """Makes a capture request of so many output tokens over `shared` inputs, or raises CaptureError."""
-        region = self.forward.region
-        padding = None if region is None else region.program.padding
-        if padding is not None and (refusal := padding.capture_refusal or padding.other_rows):
-            raise CaptureError(refusal)
-        return replace(self.forward.request(tokens, shared), is_alone=self.scope.agree is None)
+
+    def is_always_full(self, tokens: int) -> bool:
+        """Whether only batches that fill a budget of so many output tokens take it."""
+        return False
+
+    def padding_change(self, captured: CapturedForward, tokens: int) -> str | None:
+        """Returns how a new capture changes the results of a batch that may take it; None: it does not, or
+        there is no batch to compare with.
+        """
+        return None
 
     def _request_of_budget(self, budget: int) -> CaptureRequest:
-        region = self.forward.region
-        if region is not None and self.padding_refused and not self.forward.is_always_full(budget):
+        region = self.region
+        if region is not None and self.padding_refused and not self.is_always_full(budget):
             raise CaptureError(f"its rows are not known to be independent ({region.program.padding})")
         request = self.request(budget, self.shared)
         if request.segment_inputs and region is not None and region.program.padding.segments_may_grow:
@@ -174,15 +160,15 @@ class CapturedProgram(ABC):
         """Captures one budget once, or notes why it is dropped. Pauses as `BudgetLadder.capture`."""
         is_new = budget not in self.captured
         self.ladder.capture(budget)
-        if is_new and not (self.padding_proved or self.forward.declares_padding):
+        if is_new and not (self.padding_proved or self.declares_padding):
             for captures in (self.captured, self.ladder.captured_single_segment):
                 if budget in captures:
-                    captures[budget].must_be_full = self.forward.is_always_full(budget)
+                    captures[budget].must_be_full = self.is_always_full(budget)
         # Where nothing says that padding leaves rows alone, always; where the tower says so, with `debug`.
-        compares = not self.padding_proved and (self.scope.config.debug or not self.forward.declares_padding)
+        compares = not self.padding_proved and (self.scope.config.debug or not self.declares_padding)
         if is_new and budget in self.captured and compares:
             pause()
-            change = self.forward.padding_change(self.captured[budget], budget)
+            change = self.padding_change(self.captured[budget], budget)
             if not (self.scope.agree or bool)(change is None):
                 full = self.captured[budget].must_be_full
                 what = "it gives other results than the forward" if full else "padding changes its results"
@@ -252,7 +238,7 @@ class CapturedProgram(ABC):
     @property
     def costs(self) -> PathCosts:
         """The measured costs, or an order of preference where nothing was measured."""
-        compiled = self.forward.region is not None
+        compiled = self.region is not None
         costs = self.measured.with_captures(self.ladder, self.segment_capacity, compiled=compiled)
         return replace(costs, max_tokens=self.token_capacity)
 
@@ -291,7 +277,7 @@ class CapturedProgram(ABC):
         self, ladder: BudgetLadder, size: int, values: Mapping[str, StaticValue | None]
     ) -> CapturedForward:
         """Returns the capture of a size for a batch; ReplayError if a value is missing (capture rule 4)."""
-        region = self.forward.region
+        region = self.region
         lengths = values.get(region.frame_lengths) if region and region.frame_lengths is not None else None
         single = isinstance(lengths, torch.Tensor) and lengths.shape[0] == 2
         captured = ladder.best(size, 1 if single else None)
@@ -358,7 +344,7 @@ class CapturedProgram(ABC):
         self, planned: PathPlan, batch: Any, *, in_inference_mode: bool
     ) -> Mapping[str, StaticValue | None] | None:
         try:
-            if in_inference_mode and self.forward.region is None:  # no program gets what it makes
+            if in_inference_mode and self.region is None:  # no program gets what it makes
                 with inference_mode():
                     return self.values(batch)
             return self.values(batch)
@@ -388,9 +374,9 @@ class CapturedProgram(ABC):
     def values(self, batch: Any) -> Mapping[str, StaticValue | None]:
         """Returns the inputs of a batch; ReplayError where only the tower's own code takes it."""
 
-    @abstractmethod
     def rows(self, batch: Any, values: Mapping[str, StaticValue | None]) -> int | None:
         """Returns the rows of a batch on the token dimension; None: not known."""
+        return None
 
     def fits(self, size: int, rows: int | None) -> bool:
         """Returns whether a capture of `size` output tokens has as many rows as the batch."""

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fxsplit_encoder as fx
-from fxsplit_encoder.backend.forward import ProgramBudgets
+from fxsplit_encoder.backend.call_program import ProgramBudgets
 
 from ..small_tower import FEATURES, SmallAdapter
 

@@ -56,7 +56,7 @@ def replay(manager: Manager, budget: int, inputs: dict[str, Any]) -> list[Tensor
     path = manager.paths["default"]
     values = path.values(inputs)
     captured = path.best_capture(path.ladder, budget, values)
-    captured.load(values, path.forward.rows(values))
+    captured.load(values, path.rows({}, values))
     rows = sum(t * h * w for key in ("image_grid_thw", "video_grid_thw") for t, h, w in inputs.get(key, []))
     return [captured.replay(debug=True)[0][: rows // 4].clone()]
 
@@ -199,12 +199,12 @@ def test_rule_3_what_does_not_fit_leaves_every_buffer_untouched(
     inputs = make_batch([(1, 6, 4)])
     captured = path.captured[16]
     values = path.values(inputs)
-    captured.load(values, path.forward.rows(values))
+    captured.load(values, path.rows({}, values))
     before, rows = snapshot(captured), captured.num_rows.tensor.item()
     values = {n: joined(v) for n, v in path.values(make_batch([(1, 4, 4)], seed=1)).items()}
     values[name] = OVERSIZE[name](values[name])
     with pytest.raises(ReplayError, match=name):
-        captured.load(values, path.forward.rows(values))
+        captured.load(values, path.rows({}, values))
     assert_unchanged(captured, before)
     assert captured.num_rows.tensor.item() == rows
     assert captured.inputs.buffers["pixel_values"].dirty_rows == 24
@@ -241,9 +241,9 @@ def test_rule_4_vllm_43403_a_missing_value_is_an_error_and_none_keeps(managers: 
         captured.load({k: v for k, v in values.items() if k != "interp_weights"}, None)
     assert_unchanged(captured, before)
 
-    captured.load(values, path.forward.rows(values))
+    captured.load(values, path.rows({}, values))
     first = captured.replay()[0][:4].clone()
-    captured.load({**values, "interp_weights": None}, path.forward.rows(values))
+    captured.load({**values, "interp_weights": None}, path.rows({}, values))
     assert torch.equal(captured.replay()[0][:4], first)
     captured.load(dict.fromkeys(values), None)
     assert torch.equal(captured.replay()[0][:4], first)
@@ -277,7 +277,7 @@ def test_rule_5_the_pixels_of_a_batch_are_copied_once_and_metadata_not_again(
     for inputs, has_new_metadata in ((first, True), (second, False), (other, True), (second, True)):
         with Dispatched() as writes:
             values = path.values(inputs)
-            path.captured[64].load(values, path.forward.rows(values))
+            path.captured[64].load(values, path.rows({}, values))
         assert writes.entries("aten.zero_") == 0
         copied = {name: joined(value).numel() for name, value in values.items()} | {"cu_seqlens": lengths}
         assert writes.entries("aten.copy_") == (
@@ -295,7 +295,7 @@ def test_rule_5_what_is_not_copied_again_is_there(
     batches = [make_batch([(1, 4, 4)]), make_batch([(1, 2, 8)]), make_batch([(1, 4, 4), (1, 2, 4)])]
     for budget, number in loads:
         captured, values = path.captured[budget], path.values(batches[number])
-        captured.load(values, path.forward.rows(values))
+        captured.load(values, path.rows({}, values))
         for name, tensor in captured.inputs.tensors.items():
             given = joined(values[name])
             assert torch.equal(tensor[: len(given)], given.to(tensor.dtype)), name
@@ -309,7 +309,7 @@ def test_rule_5_a_tensor_that_may_change_is_read_again(managers: Any, make_batch
     name = next(name for name in values if name not in ("pixel_values", "cu_seqlens"))
     for _ in range(2):
         values[name].numpy()[...] += 1  # leaves no trace that torch could see
-        path.captured[64].load(values, path.forward.rows(values))
+        path.captured[64].load(values, path.rows({}, values))
         assert torch.equal(tensors[name][:16], values[name])
 
 
@@ -384,7 +384,7 @@ def test_rule_6_parameters_that_the_program_was_not_compiled_for_are_an_error(
 def test_rule_6_what_a_replay_reads_is_held_until_clear(captured_pair: Any, make_batch: Any) -> None:
     manager, module = captured_pair
     address, expected = module.weight.data_ptr(), module.weight.detach().clone()
-    memory = manager.paths["default"].forward.parameters.memory()
+    memory = manager.paths["default"].parameters.memory()
     (held,) = [weakref.ref(tensor) for tensor in memory if tensor.data_ptr() == address]
     del memory
     move(module)

@@ -74,7 +74,7 @@ def processor(*, normalize_later: bool = False) -> TowerProcessor:
 def manager() -> fx.EncoderCudaGraphManager:
     """Of the tower, which is traced once for all managers of a process."""
     made = _new_manager()
-    made.paths["default"].forward.bind(_program())
+    made.paths["default"].bind(_program())
     return made
 
 

@@ -71,7 +71,7 @@ def test_a_tower_is_as_near_to_float32_as_eager(model: str, full_precision: None
         config = fx.EncoderConfig(mode=mode, packing="greedy", **budgets(wrapped))
         manager = fx.EncoderCudaGraphManager(wrapped, config, log_interval=0)
         for name, program in programs.items():  # compiled once for both modes
-            manager.paths[name].forward.bind(program)
+            manager.paths[name].bind(program)
         manager.capture()
         assert not manager.reports
         programs = manager.programs

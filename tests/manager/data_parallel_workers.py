@@ -78,7 +78,7 @@ def _requests(rank: int, num_ranks: int, job: dict[str, Any]) -> dict[str, Any]:
         manager = fx.EncoderCudaGraphManager(tower, config, log_interval=0)
         path = manager.paths["default"]
         if program is not None:  # traced once, for all modes
-            path.forward.bind(program)
+            path.bind(program)
         manager.capture()
         program = path.program
         for name, inputs in job["inputs"].items():

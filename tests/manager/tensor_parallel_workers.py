@@ -65,7 +65,7 @@ def _encode(num_ranks: int, device: torch.device, job: dict[str, Any]) -> dict[s
         manager = fx.EncoderCudaGraphManager(sharded, config, log_interval=0)
         path = manager.paths["default"]
         if program is not None:  # traced once, for all runs
-            path.forward.bind(program)
+            path.bind(program)
         manager.capture()
         program = path.program
         results[name] = _report(manager, whole, job["batches"])
@@ -139,14 +139,14 @@ def _without_inputs(rank: int) -> fx.EncoderCudaGraphManager:
     """Memory for the inputs of one budget runs out on one rank."""
     manager = _manager(mode="full")
     path = manager.paths["default"]
-    request = path.forward.request
+    request = path.request
 
     def refusing(tokens: int, shared: Any) -> Any:
         if rank == 1 and tokens == 8:
             raise CaptureError(REFUSED)
         return request(tokens, shared)
 
-    path.forward.request = refusing  # type: ignore[method-assign]
+    path.request = refusing  # type: ignore[method-assign]
     manager.capture()
     return manager
 
@@ -155,7 +155,7 @@ def _without_one_graph(rank: int) -> fx.EncoderCudaGraphManager:
     """One graph of one budget fails on one rank, after its forward has run."""
     manager = _manager(mode="auto")
     path = manager.paths["default"]
-    request, record = path.forward.request, CapturedForward.record
+    request, record = path.request, CapturedForward.record
     requested: list[int] = []
 
     def noted(tokens: int, shared: Any) -> Any:
@@ -168,7 +168,7 @@ def _without_one_graph(rank: int) -> fx.EncoderCudaGraphManager:
             captured.release()
             raise CaptureError(REFUSED)
 
-    path.forward.request = noted  # type: ignore[method-assign]
+    path.request = noted  # type: ignore[method-assign]
     CapturedForward.record = failing  # type: ignore[method-assign]
     manager.capture()
     return manager

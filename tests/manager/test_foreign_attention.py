@@ -12,7 +12,7 @@ from torch import Tensor
 import fxsplit_encoder as fx
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.kernels.attention import varlen_attention
-from fxsplit_encoder.manager.path_forward import RowGroups
+from fxsplit_encoder.manager.tower import RowGroups
 
 from . import managers
 from .mock_towers import WIDTH, Config, SplitModel, assert_serves, batch
@@ -194,7 +194,7 @@ def test_a_trace_knows_them_as_a_part_of_the_patches(poisoned_memory: None) -> N
     manager = managers.captured(model, token_budgets=(4, 8, 12), debug=False)
     assert manager.reports == []
     path = manager.paths["default"]
-    assert path.forward.groups.factors == {"order": GROUP, "back": GROUP}
+    assert path.groups.factors == {"order": GROUP, "back": GROUP}
     assert path.program is not None
     assert path.program.program.num_rows_slot is not None  # masks know the rows, however they are written
     for lengths in ((4,), (8,), (3, 5, 4), (12,), (13,)):
@@ -205,7 +205,7 @@ def test_a_trace_knows_them_as_a_part_of_the_patches(poisoned_memory: None) -> N
 def test_a_proportion_of_captures_that_a_batch_does_not_have_is_encoded_eagerly() -> None:
     model = TokensByImage()
     manager = managers.captured(model, token_budgets=(4, 8, 12), debug=False)
-    assert manager.paths["default"].forward.groups.factors["images"] == 4 * GROUP
+    assert manager.paths["default"].groups.factors["images"] == 4 * GROUP
     for lengths in ((4, 4), (2, 5), (3,)):
         assert_serves(manager, grouped(*lengths))
     assert (manager.stats().hits, manager.stats().items) == (2, 5)

@@ -53,7 +53,7 @@ def encoders(request: pytest.FixtureRequest) -> Encoders:
     for mode in MODES:
         manager = managers[mode] = make_manager(tower, inputs, mode=mode)
         if mode != MODES[0]:  # traced once; all of them share that
-            manager.paths["default"].forward.bind(managers[MODES[0]].programs["default"])
+            manager.paths["default"].bind(managers[MODES[0]].programs["default"])
         manager.capture()
     alone = {item: managers["none"].execute(inputs.make([item]))[0] for item in items}
     return Encoders(inputs, items, managers, alone)

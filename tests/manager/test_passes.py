@@ -114,7 +114,7 @@ def test_replays_and_exact_runs_see_weights_that_change_in_place(
 def sharing(manager: Any, **changes: Any) -> Any:
     """A captured manager of the same tower and program with other settings."""
     other = fx.EncoderCudaGraphManager(manager.tower, manager.config.replace(**changes))
-    other.paths["default"].forward.bind(manager.programs["default"])
+    other.paths["default"].bind(manager.programs["default"])
     other.capture()
     return other
 

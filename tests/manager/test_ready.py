@@ -40,7 +40,7 @@ from fxsplit_encoder.manager.compile_process import (
     dump_tower,
 )
 from fxsplit_encoder.manager.generation import Generation, first_of
-from fxsplit_encoder.manager.path_forward import PathForward
+from fxsplit_encoder.manager.path import EncoderPath
 from fxsplit_encoder.manager.turns import Turns
 from fxsplit_encoder.runtime.statistics import CaptureProgress, least
 from tests.towers.tiny_towers import TINY
@@ -262,7 +262,7 @@ def test_what_a_restored_program_builds_at_its_first_run_holds_up_nobody(
     program = captured(tower).paths["default"].program
     manager = begun(tower)
     for path in begun_work[-1].target.compiled_paths:
-        path.forward.saved = cast("Any", "a program")
+        path.saved = cast("Any", "a program")
     monkeypatch.setattr("fxsplit_encoder.compile.saved.restore_program", lambda *_: program)
     own, in_a_step = BoundProgram.__call__, list[bool]()
 
@@ -293,15 +293,15 @@ def test_first_captures_give_way_where_memory_is_short(
     by_hand: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     manager = begun()
-    request, released = PathForward.request, []
+    request, released = EncoderPath.request, []
     monkeypatch.setattr(begun_work[-1].first, "clear", lambda: released.append(True))
 
-    def short(self: PathForward, tokens: int, shared: Any) -> Any:
+    def short(self: EncoderPath, tokens: int, shared: Any) -> Any:
         if self.program is not None and tokens == 12 and not released:
             raise torch.OutOfMemoryError("none left")
         return request(self, tokens, shared)
 
-    monkeypatch.setattr(PathForward, "request", short)
+    monkeypatch.setattr(EncoderPath, "request", short)
     finish(manager)
     assert released == [True] and sorted(manager.budget_graphs["default"]) == [4, 6, 8, 12, 16]
     assert "too little memory for both" in manager.reports[-1]
@@ -327,7 +327,7 @@ def test_a_failure_is_said_and_what_serves_goes_on(by_hand: None, monkeypatch: p
         raise RuntimeError("no more")
 
     with monkeypatch.context() as patched:
-        patched.setattr(PathForward, "trace", fail)
+        patched.setattr(EncoderPath, "trace", fail)
         finish(manager)
     assert phase(manager) == "failed" and "failed: RuntimeError: no more" in str(manager.stats())
     assert "go on serving: RuntimeError: no more" in manager.reports[-1]
@@ -444,14 +444,14 @@ def test_requests_of_several_threads_meanwhile() -> None:
 
 
 def test_garbage_ends_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    tracing, trace = threading.Event(), PathForward.trace
+    tracing, trace = threading.Event(), EncoderPath.trace
 
-    def slow(self: PathForward, *args: Any, **kwargs: Any) -> Any:
+    def slow(self: EncoderPath, *args: Any, **kwargs: Any) -> Any:
         tracing.set()
         time.sleep(0.2)
         return trace(self, *args, **kwargs)
 
-    monkeypatch.setattr(PathForward, "trace", slow)
+    monkeypatch.setattr(EncoderPath, "trace", slow)
     manager = begun()
     assert tracing.wait(60)
     background = begun_work[-1].background

@@ -115,7 +115,7 @@ def test_a_file_for_the_same_is_used_whole(start: Path, caplog: pytest.LogCaptur
     assert manager.reports == []
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
     path = manager.paths["default"]
-    assert path.expected is not None and path.forward.options.is_known
+    assert path.expected is not None and path.options.is_known
     with pytest.raises(fx.InputError, match="load_start: everything is captured already"):
         manager.load_start(start)
 
@@ -217,7 +217,7 @@ def test_a_program_that_gives_other_results_is_traced(
         lambda key, guards: lambda *args: [x if fits else 2 * x for x in pieces[key](*args)],
     )
     second = fx.EncoderCudaGraphManager(SplitModel(), config)
-    second.paths["default"].forward.saved = first.paths["default"].forward.to_save()
+    second.paths["default"].saved = first.paths["default"].to_save()
     counts = torch._dynamo.utils.counters["stats"]
     before = counts["unique_graphs"]
     second.capture()

@@ -57,7 +57,7 @@ class Case:
             torch._dynamo.reset()
         elif mode != "breakable":
             for name, path in manager.paths.items():
-                path.forward.bind(self.manager.paths[name].program)
+                path.bind(self.manager.paths[name].program)
         manager.capture()
         assert manager.reports == []
         self.made[mode] = manager

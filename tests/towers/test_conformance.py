@@ -131,10 +131,10 @@ def test_its_programs_are_saved_and_restored(case: Case, monkeypatch: pytest.Mon
         with monkeypatch.context() as patch:  # in place of Inductor's cache
             patch.setattr(saved, "_piece_keys", lambda program, known=pieces: [(key, "") for key in known])
             patch.setattr(saved, "_load_piece", lambda key, guards, known=pieces: known[key])
-            content = json.loads(json.dumps(path.forward.to_save()))
+            content = json.loads(json.dumps(path.to_save()))
             restored = restore_program(content, named_tensors(case.manager.tower), CPU)
         for budget in path.budgets[:2]:
-            values = path.forward.capture_values(budget)
+            values = path.capture_values(budget)
             torch.testing.assert_close(restored(values), path.program(values), rtol=0, atol=0)
             symbols = path.program.symbols(values)
             assert restored.symbols(values) == symbols
@@ -394,7 +394,7 @@ def test_vllm_42796_a_capture_has_room_for_every_batch_that_is_planned_for_it(
 def test_narrow_images_take_a_larger_budget_or_the_exact_shape(case: Case) -> None:
     config = fx.EncoderConfig(token_budgets=(256, 512), max_items_per_batch=2, mode="full")
     wide = fx.EncoderCudaGraphManager(case.tower, config, log_interval=0)
-    wide.paths["default"].forward.bind(case.manager.programs["default"])
+    wide.paths["default"].bind(case.manager.programs["default"])
     wide.capture()
     # 14 and 16 windows of 196 and 250 tokens, 50 and 125 windows of 200 and 500.
     budgets = {(1, 28, 28): 256, (1, 20, 50): 256, (1, 2, 400): 512, (1, 2, 1000): None}

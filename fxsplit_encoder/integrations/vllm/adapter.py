@@ -227,7 +227,7 @@ def _note_bounds(manager: EncoderCudaGraphManager) -> None:
         for path in manager.paths_by_key.values():
             for budget in {path.budgets[0], path.budgets[-1]} if path.budgets else ():
                 with contextlib.suppress(InputError):
-                    path.forward(path.forward.capture_values(budget))
+                    path(path.capture_values(budget))
 
 
 # --- what is left to vLLM's own manager

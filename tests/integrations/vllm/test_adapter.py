@@ -17,7 +17,7 @@ import fxsplit_encoder as fx
 from fxsplit_encoder.integrations.vllm import adapter
 from fxsplit_encoder.integrations.vllm.adapter import VllmEncoderManager, note_reloads
 from fxsplit_encoder.integrations.vllm.plugin import register
-from fxsplit_encoder.manager.path_forward import PathForward
+from fxsplit_encoder.manager.path import EncoderPath
 
 from .fake_vllm import FakeVllm
 
@@ -97,8 +97,8 @@ def test_what_vllm_captures_twice_is_compiled_and_measured_once(
     manager that serves later, that of the first with another of the same model.
     """
     compiled: list[Any] = []
-    trace = PathForward.trace
-    monkeypatch.setattr(PathForward, "trace", lambda *a, **b: compiled.append(0) or trace(*a, **b))
+    trace = EncoderPath.trace
+    monkeypatch.setattr(EncoderPath, "trace", lambda *a, **b: compiled.append(0) or trace(*a, **b))
     own = fx.EncoderConfig(piece_compiler="eager")
     manager = make(own=own)
     manager.capture(graph_pool="thrown away")

@@ -1,4 +1,4 @@
-"""The forward of a traced graph: its program at any token count, its budgets, and its parameters."""
+"""The program of a traced graph with its captures: its budgets, its calls of any size, and its parameters."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fxsplit_encoder._torch.tensors import lie_at
 from fxsplit_encoder.capture.buffers import SharedBuffers, StaticBuffer, gibibytes, memory_of
-from fxsplit_encoder.capture.forward import CapturedForward, CaptureRequest, ProgramBody
+from fxsplit_encoder.capture.forward import CaptureRequest, ProgramBody
 from fxsplit_encoder.capture.inputs import StaticInputs, example_values, full_cu_seqlens, segment_capacity
 from fxsplit_encoder.capture.parameters import MemoryOrders
 from fxsplit_encoder.compile.blocks import LiveWeights
@@ -24,10 +24,21 @@ from fxsplit_encoder.compile.program import Bindings, NamedRegion, Program, Regi
 from fxsplit_encoder.compile.sizes import SymbolValues
 from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.errors import CaptureError, CaptureMemoryError, ConfigError, WeightsMovedError
-from fxsplit_encoder.planning.limits import generate_budgets, inferred_budgets
-from fxsplit_encoder.planning.plan import CaptureSize
+from fxsplit_encoder.kernels.attention import KnownSegments
+from fxsplit_encoder.planning.limits import CaptureKey, generate_budgets, inferred_budgets
+from fxsplit_encoder.planning.plan import CaptureSize, PathPlan
 from fxsplit_encoder.protocol import BudgetDeclaration
-from fxsplit_encoder.runtime.requests import FreshInputs, check_replacements, layouts_of, request_of_program
+from fxsplit_encoder.runtime.captured_program import CapturedProgram, Served
+from fxsplit_encoder.runtime.requests import (
+    CaptureScope,
+    FreshInputs,
+    check_replacements,
+    layouts_of,
+    request_of_program,
+)
+
+PATH = "default"
+"""The only path of a graph, in plans and statistics."""
 
 # Without an adapter nothing says how large batches get: powers of two over any size. Captures are lazy, so a
 # long ladder costs nothing until it is used.
@@ -96,65 +107,102 @@ class ProgramBudgets:
         return segment_capacity(tokens, most or tokens)
 
 
-class CallForward:
-    """A forward whose sizes are known only from its calls."""
+class CallProgram(CapturedProgram):
+    """A program whose sizes are known only from its calls, with captures of it; a batch is the bindings of a
+    call.
+    """
 
-    def __init__(self, region: NamedRegion, parameters: CallParameters) -> None:
-        self.region = region
-        self.parameters = parameters
+    sizes: tuple[int, ...] = ()
+    """The sizes of its calls other than the token count, if they are all equal."""
 
-    def fixed(self, symbols: SymbolValues) -> Bindings:
-        """Binds what is the same in every run: parameters, constants, derived parameters."""
-        program = self.region.program
-        slots = self.parameters.aliases + [None] * (program.num_slots - program.num_inputs)
+    def __init__(
+        self,
+        region: NamedRegion,
+        parameters: CallParameters,
+        budgets: Sequence[int],
+        mode: str,
+        scope: CaptureScope,
+    ) -> None:
+        super().__init__("torch.compile", budgets, mode, scope)
+        self._region = region
+        self._parameters = parameters
+
+    @property
+    def region(self) -> NamedRegion:
+        """The region of the program."""
+        return self._region
+
+    def key(self, budget: int) -> CaptureKey:
+        """Returns the key of the default path, with the other sizes as axis keys."""
+        return CaptureKey(PATH, budget, self.sizes)
+
+    def _fixed(self, symbols: SymbolValues) -> Bindings:
+        """Binds what is the same in every run: checked parameters, constants, derived parameters."""
+        self._parameters.check_addresses()
+        program = self._region.program
+        slots = self._parameters.aliases + [None] * (program.num_slots - program.num_inputs)
         for slot, constant in program.constants.items():
             slots[slot] = constant
         for slot, derived in program.derived.values.items():
             slots[slot] = derived
         return Bindings(slots, dict(symbols))
 
-    def is_always_full(self, tokens: int) -> bool:
-        """Never: counts that fill a budget are captured when they come."""
-        return False
+    def values(self, batch: Bindings) -> dict[str, Any]:
+        """Returns the region's inputs in the slots."""
+        return {name: batch.slots[entry.slot] for name, entry in self._region.inputs.items()}
 
-    def padding_change(self, captured: CapturedForward, tokens: int) -> str | None:
-        """None: there is no call to compare with."""
-        return None
+    def run_unpadded(self, batch: Bindings, values: Mapping[str, Any]) -> tuple[list[Any], bool]:
+        """Runs the program; the bindings are used up."""
+        self._parameters.check_addresses()
+        return run_exact(self._region.program, batch), True
+
+    def run_eager(self, batch: Bindings) -> list[Any]:
+        """Runs the program: behind `torch.compile` there is no other code."""
+        return self.run_unpadded(batch, {})[0]
+
+    def copy_of(self, batch: Bindings) -> Bindings:
+        """Copies the bindings."""
+        return batch.copy()
 
 
-class ProgramForward(CallForward):
-    """A program for calls that differ in the token count; `bindings` of one hold the parameters."""
+class PaddedProgram(CallProgram):
+    """A program with its captures for calls that differ in the token count alone; `bindings` are of one."""
 
     def __init__(
-        self, region: NamedRegion, parameters: CallParameters, budgets: ProgramBudgets, bindings: Bindings
+        self,
+        region: NamedRegion,
+        parameters: CallParameters,
+        budgets: ProgramBudgets,
+        bindings: Bindings,
+        mode: str,
+        scope: CaptureScope,
     ) -> None:
-        super().__init__(region, parameters)
-        self.budgets = budgets
-        program = region.program
+        super().__init__(region, parameters, budgets.tokens, mode, scope)
+        self._program_budgets = budgets
         self._symbols = dict(bindings.symbols)
-        self.sizes = sizes_of(program, bindings)
-        self.declares_padding = program.padding.allowed
-        """Whether padding is taken to leave real rows alone without a proof."""
+        self.sizes = sizes_of(region.program, bindings)
+        self.declares_padding = region.program.padding.allowed
 
     def request(self, tokens: int, shared: SharedBuffers) -> CaptureRequest:
         """Makes a capture request of so many output tokens over `shared` inputs; CaptureError where the trace
         does not hold for so many, or, before any is made, memory does not hold them.
         """
-        program, rows = self.region.program, self.budgets.rows(tokens)
-        assert program.token_symbol is not None
-        bindings = self.fixed({**self._symbols, program.token_symbol: rows})
+        region, rows = self._region, self._program_budgets.rows(tokens)
+        assert region.program.token_symbol is not None
+        bindings = self._fixed({**self._symbols, region.program.token_symbol: rows})
         self._check_memory(bindings.symbols, tokens)
         values = {
             name: self._example_input(name, entry, bindings.symbols, tokens, rows)
-            for name, entry in self.region.inputs.items()
+            for name, entry in region.inputs.items()
         }
-        fresh = FreshInputs(tokens, values, rows, bindings)
-        return request_of_program(self.region, fresh, self.parameters, shared)
+        return request_of_program(
+            region, FreshInputs(tokens, values, rows, bindings), self._parameters, shared
+        )
 
     def _check_memory(self, symbols: Mapping[str, int], tokens: int) -> None:
-        device = self.region.program.device
+        device = self._region.program.device
         needed, memory = 0, memory_of(device)
-        for entry in self.region.inputs.values():
+        for entry in self._region.inputs.values():
             if not entry.is_segments:
                 needed += math.prod(size(symbols) for size in entry.shape) * entry.dtype.itemsize
         if needed > memory:
@@ -166,13 +214,13 @@ class ProgramForward(CallForward):
     def _example_input(
         self, name: str, entry: RegionInput, symbols: Mapping[str, int], tokens: int, rows: int
     ) -> Tensor:
-        program = self.region.program
+        program = self._region.program
         device, dtype = program.device, entry.dtype
         if entry.is_segments and not program.padding.segments_may_grow:
             return full_cu_seqlens(entry.shape[0](symbols) - 1, rows, 1).to(device, dtype)
         if entry.is_segments:
-            factor = self.budgets.segment_factor(entry.slot)
-            capacity = factor * self.budgets.segments_held(entry.slot, tokens)
+            factor = self._program_budgets.segment_factor(entry.slot)
+            capacity = factor * self._program_budgets.segments_held(entry.slot, tokens)
             segments = 1 if factor == 1 else capacity
             return full_cu_seqlens(capacity, rows, segments).to(device, dtype)
         shape = [size(symbols) for size in entry.shape]
@@ -181,32 +229,62 @@ class ProgramForward(CallForward):
         strides = [size(symbols) for size in entry.strides]
         return _stored_as(name, make(shape, device=device, dtype=dtype), strides)
 
+    def rows(self, batch: Bindings, values: Mapping[str, Any]) -> int | None:
+        """Returns the size of the token dimension."""
+        return self._region.program.tokens(batch)
 
-class SizedForward(CallForward):
-    """A program that is captured at all sizes of a call, over copies of the call's inputs."""
+    def fits(self, size: int, rows: int | None) -> bool:
+        """Returns whether the rows are a whole number of output tokens."""
+        return self._program_budgets.rows(size) == rows
 
-    def __init__(self, region: NamedRegion, parameters: CallParameters) -> None:
-        super().__init__(region, parameters)
-        self.sizes = ()
-        self.declares_padding = False
-        self.call: Bindings | None = None
+
+class SizedProgram(CallProgram):
+    """A program with its captures by all sizes of a call, of which each is kept as long as it recurs, over
+    copies of the call's inputs.
+    """
+
+    declares_padding = True  # there is nothing to pad
+    recurring_counts = "hits"
+
+    def __init__(
+        self, region: NamedRegion, parameters: CallParameters, mode: str, scope: CaptureScope
+    ) -> None:
+        super().__init__(region, parameters, (), mode, scope)
+        if mode in ("full", "piecewise"):
+            self.unpadded.mode = mode
+        self._call: Bindings | None = None
         """The bindings of the call in hand, with its inputs and the parameters."""
+
+    def run(self, planned: PathPlan, batch: Bindings, **options: Any) -> Served:
+        """As any program, with the inputs of the batch for a capture that is due."""
+        self._call = batch
+        try:
+            return super().run(planned, batch, **options)
+        finally:
+            self._call = None
 
     def request(self, size: CaptureSize, shared: SharedBuffers) -> CaptureRequest:
         """Makes the capture request of the current call over `shared` inputs; CaptureError where no copy can
         have the layout of an input.
         """
-        program, call = self.region.program, self.call
+        program, call = self._region.program, self._call
         assert call is not None
-        bindings = self.fixed(call.symbols)
-        values = {name: call.slots[entry.slot] for name, entry in self.region.inputs.items()}
+        bindings = self._fixed(call.symbols)
         inputs = StaticInputs(
             shared.share(StaticBuffer(name, _stored_as(name, v.to(program.device), v.stride()), None))
-            for name, v in values.items()
+            for name, v in self.values(call).items()
         )
-        body = ProgramBody(program, self.region.bind(bindings, inputs.tensors))
+        body = ProgramBody(program, self._region.bind(bindings, inputs.tensors))
         # Nothing is padded, so cumulative lengths are inputs like others.
-        return CaptureRequest(inputs, body, self.parameters, rows=None)
+        return CaptureRequest(inputs, body, self._parameters, rows=None)
+
+
+def run_exact(program: Program, bindings: Bindings) -> list[Any]:
+    """Runs at the exact shape, which uses the bindings up."""
+    slots = [entry.slot for entry in program.region_inputs if entry.is_segments]
+    lengths = {s: bindings.slots[s].tolist() for s in slots if bindings.slots[s].device.type == "cpu"}
+    program.move_to_device(bindings)  # with which a host op has just computed the segments
+    return program.finish(bindings, [KnownSegments(bindings.slots[s], each) for s, each in lengths.items()])
 
 
 def _stored_as(name: str, value: Tensor, strides: Sequence[int]) -> Tensor:
