@@ -74,7 +74,7 @@ class Storage:
 
     @property
     def resting(self) -> list[Entry]:
-        """Features that are there and that nobody holds, least recently used first."""
+        """Features that are there without holders, least recently used first."""
         return [each for each in self.entries.values() if each.state is State.READY and not each.holders]
 
     # --- memory
