@@ -52,11 +52,8 @@ def say_tower(document: Document, chosen: ChosenTower) -> None:
 
 def describe_device(device: torch.device) -> str:
     """The device and torch's version, in words."""
-    name = (
-        torch.cuda.get_device_name(device)
-        if device.type == "cuda"
-        else f"CPU, {torch.get_num_threads()} threads"
-    )
+    is_cuda = device.type == "cuda"
+    name = torch.cuda.get_device_name(device) if is_cuda else f"CPU, {torch.get_num_threads()} threads"
     return f"{name}, torch {torch.__version__}"
 
 

@@ -38,9 +38,7 @@ def run_encode(
     InputError: an input or the checkpoint is not usable.
     """
     inputs, device = chosen.inputs(files), chosen.device
-    if config is None:
-        # Captures pay off over many calls on a GPU. On a CPU they only cost.
-        config = fx.EncoderConfig() if device.type == "cuda" else fx.EncoderConfig(mode="none")
+    config = ImageEncoderSettings(model=chosen.title, config=config).resolved_config(device)
     say_tower(document, chosen)
     document.facts({"replays": describe_replay(device, config)})
     manager = fx.EncoderCudaGraphManager(chosen.family.wrap(chosen.module), config)

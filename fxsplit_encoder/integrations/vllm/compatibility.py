@@ -18,8 +18,6 @@ from fxsplit_encoder.protocol import (
     SupportsEncoderCudaGraph,
 )
 
-CONSTRUCTOR = ("vllm_config", "device", "dtype", "model")
-
 MEMBERS: Mapping[str, tuple[str, ...]] = {
     "capture": ("graph_pool",),
     "clear": (),
@@ -64,7 +62,8 @@ def manager_problem(manager: type, protocol: type, definitions: Any) -> str | No
     public = {name for name, value in vars(manager).items() if callable(value) and name[0] != "_"}
     if public != set(MEMBERS):
         return f"its manager has the methods {', '.join(sorted(public))}"
-    for owner, recorded in ((manager, {"__init__": CONSTRUCTOR, **MEMBERS}), (protocol, PROTOCOL)):
+    called = {"__init__": ("vllm_config", "device", "dtype", "model"), **MEMBERS}
+    for owner, recorded in ((manager, called), (protocol, PROTOCOL)):
         if (problem := member_problem(owner, recorded)) is not None:
             return problem
     for own in EXCHANGED:
