@@ -80,7 +80,7 @@ class Storage:
     # --- memory
 
     def reserve(self, sizes: Sequence[int], spared: Collection[Entry] = ()) -> list[Memory] | None:
-        """Host memory for rows of so many bytes each, or None, and then nothing is evicted."""
+        """Host memory for rows of so many bytes each, or None: there is none, or not yet."""
         self.settle()
         capacities = [capacity_of(size) for size in sizes]
         if not self._make_room(self.host, sum(capacities), spared):
@@ -94,15 +94,15 @@ class Storage:
         return account.take(num_bytes) if self._make_room(account, num_bytes) else None
 
     def _make_room(self, account: Account, num_bytes: int, spared: Collection[Entry] = ()) -> bool:
-        """Evict so that so many bytes are free, or evict nothing if they cannot be."""
+        """Evict so that so many bytes are free, or evict nothing if they cannot be. Of rows that a device
+        still reads they are free later, which the account tells then.
+        """
         missing = num_bytes - account.free
-        if missing <= 0:
-            return True
         chosen = []
-        for entry in self.resting:
+        for entry in sorted(self.resting, key=_is_busy) if missing > 0 else ():
             feature = entry.feature
             assert feature is not None and feature.memory is not None
-            if missing > 0 and feature.memory.account is account and entry not in spared and feature.is_idle:
+            if missing > 0 and feature.memory.account is account and entry not in spared:
                 chosen.append(entry)
                 missing -= feature.memory.num_bytes
         if missing > 0:
@@ -113,7 +113,7 @@ class Storage:
             self._stats.evicted_bytes += entry.feature.memory.num_bytes
             entry.move(State.RELEASED)
             self.remove(entry)
-        return True
+        return num_bytes <= account.free
 
     def free(self, feature: Feature) -> None:
         """Free rows that are not found any more, now or once no device uses them."""
@@ -128,6 +128,10 @@ class Storage:
             if feature.memory is not None:
                 feature.memory.free()
                 self.idle_bytes += feature.memory.num_bytes if feature.residence is Residence.HOST else 0
+
+
+def _is_busy(entry: Entry) -> bool:
+    return entry.feature is not None and not entry.feature.is_idle
 
 
 class Holdings:

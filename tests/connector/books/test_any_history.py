@@ -477,6 +477,23 @@ def test_equal_items_share_rows_also_where_their_key_has_rows_of_another_size() 
     assert (stats.misses, stats.joins) == (3, 1)
 
 
+def test_memory_that_a_device_still_reads_is_waited_for_no_longer_than_it_reads() -> None:
+    """Kept rows are evicted for a request also while a copy of them runs; its end lets the request in."""
+    machine = AnyHistory()
+    machine.open(device_pages=0, host_pages=4)
+    machine.submit(["d"], FailurePolicy(), True, "", None, False, "ready", odd="-")  # all of the memory
+    machine.begin_read(0)
+    machine.end_read(0, is_copied=True)
+    machine.books.release(machine.tickets[0])
+    machine.submit(["a"], FailurePolicy(), False, "", None, False, "prepared", odd="-")
+    assert machine.tickets[1].state is State.NEW
+    for event in machine.events:
+        event.passed = True
+    machine.books.settle()
+    machine.work("ready")
+    assert machine.tickets[1].state is State.READY
+
+
 def test_any_history() -> None:
     """Histories that reach what takes many steps, and all together every kind of event."""
     AnyHistory.reached.clear()
