@@ -134,7 +134,7 @@ class BudgetLadder:
         self.costs: dict[int, MeasuredCosts] = {}
         """Measured on a device, of budgets in `captured` and `no_graph_needed`."""
         self.exact_may_win = True
-        """Whether `auto` compares with the exact shape; if not, the caller does, by its own batch."""
+        """Whether `auto` captures no budget whose run at the exact shape takes as long."""
         self.in_inference_mode = False
         """Whether a tower's own code is timed in inference mode, in which it will run."""
         self._capture_ms: list[float] = []

@@ -194,7 +194,7 @@ def _say_rows(
     document: Document, rows: Sequence[Measured], titles: Mapping[str, str], *, is_compared: bool
 ) -> None:
     what = "; gain: how many times as fast ours is as the best other" if is_compared else ""
-    document.say(f"Milliseconds, medians{what}")
+    document.say(f"Milliseconds, the least of {_REPEATS} runs{what}")
     names = {way: f"{way}_ms".replace("-", "_") for way in titles}
     table = []
     for each in rows:

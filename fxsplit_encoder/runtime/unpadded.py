@@ -53,10 +53,11 @@ class UnpaddedCaptures:
     segments are data.
 
     By hits, with `mode: exact` and where padding is not proved, a size is captured when it has come
-    `exact_min_hits` times. By cost, with `mode: auto` on a device, it is captured once what its batches lost
-    to padding and launches adds up to the cost of a capture, so that at worst about twice the least is paid;
-    one that runs at its exact shape also once a capture costs a tenth of its runs. It is kept if a replay is
-    faster than the run, measured once with the batch in hand.
+    `exact_min_hits` times, and kept: the host launches no kernels any more. By cost, with `mode: auto` on a
+    device, it is captured once what its batches lost to padding and launches adds up to the cost of a
+    capture, so that at worst about twice the least is paid; one that runs at its exact shape also once a
+    capture costs a tenth of its runs. It is kept if a replay is faster than the run, measured once with the
+    batch in hand.
     """
 
     def __init__(
@@ -244,13 +245,9 @@ class UnpaddedCaptures:
             return None
         assert request is not None
         self._prepared[size] = request
-        ladder.exact_may_win = not on_trial
         captured = self._attempt(size, ladder.capture)
-        if not self._agreed(captured is not None or size in ladder.no_graph_needed):
+        if not self._agreed(captured is not None):
             self._refuse(ladder, size, "another rank could not capture it")
-        elif size in ladder.no_graph_needed:
-            ladder.no_graph_needed.discard(size)
-            self.not_faster.add(size)
         else:
             self._held[size] = ladder
             self._keep_limit(ladder, size)
@@ -294,6 +291,7 @@ class UnpaddedCaptures:
                 measured=self._measured,
                 attention_ms=lambda size: self._attention_ms(rows_of(size)),
             )
+            newest.exact_may_win = False  # beside another process on the device any run would
             self._last_use[newest] = self._clock
             self.generations.append(newest)
         return newest

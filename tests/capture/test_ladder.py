@@ -187,6 +187,15 @@ def test_auto_captures_only_where_a_replay_gains(
     assert (made.num_bytes(8) > 0) == bool(released), "what was tried stays in the pool"
 
 
+def test_what_recurs_is_captured_even_where_the_exact_shape_never_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Beside another process on the device each run takes longer than the host needs."""
+    made = Measured(monkeypatch, {**COSTS, "exact": 1.0, "host": 0.1}).ladder
+    made.exact_may_win = False
+    assert made.capture(8) is not None
+
+
 def test_attention_over_one_segment_does_not_hide_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """A batch of many short segments has hardly any of it."""
     costs = {"full": 10.0, "piecewise": 10.5, "exact": 10.0, "single": 10.0, "host": 4.0}

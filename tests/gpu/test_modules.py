@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from fxsplit_encoder.backend import BudgetDispatcher, dispatchers
-from fxsplit_encoder.planning.plan import MissReason
 
 pytestmark = pytest.mark.gpu
 
@@ -52,7 +51,7 @@ def test_a_dense_tower_is_captured_by_its_batch(mode: str) -> None:
         assert (output.pooler_output - expected.pooler_output).abs().max() < 0.05 * scale
     served = new_dispatchers(before)
     if mode != "auto":
-        assert sum(d.hits + d.misses[MissReason.EXACT_IS_FASTER] for d in served) >= 5
+        assert sum(d.hits for d in served) >= 5
     assert sum(d.hits + d.misses.total() for d in served) >= 7
 
 

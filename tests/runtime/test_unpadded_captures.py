@@ -207,22 +207,6 @@ def test_sglang_omni_523_limits_hold_and_results_are_right_whatever_comes(
     assert forward.requested.count(3) <= 1
 
 
-def test_what_a_device_measures_to_be_no_faster_stays_uncaptured(monkeypatch: pytest.MonkeyPatch) -> None:
-    forward = Forward()
-    shapes = captures_of(forward)
-
-    def no_faster(ladder: Any, tokens: int) -> None:
-        ladder.no_graph_needed.add(tokens)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(unpadded.BudgetLadder, "capture", no_faster)
-        for _ in range(3):
-            assert shapes.of_size(5) is None
-            assert shapes.reason(PathPlan(5, None)) is MissReason.EXACT_IS_FASTER
-    assert shapes.of_size(5) is None
-    assert shapes.of_size(6) is not None
-
-
 @pytest.mark.parametrize("gains", [True, False])
 def test_a_capture_on_trial_is_kept_or_given_up(gains: bool) -> None:
     shapes = captures_of(Forward())
