@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import csv
 import importlib.metadata
+import itertools
 import json
 import os
 import platform
@@ -23,12 +24,13 @@ Result = dict[str, Any]
 Row = dict[str, Any]
 
 KEYS: Mapping[str, tuple[str, ...]] = {
-    "backend": ("model", "batch", "way", "sizes"),
+    "backend": ("model", "batch"),
     "encoder": ("tower", "workload", "variant"),
     "towers": ("tower", "workload"),
     "vllm": ("tower", "workload", "variant"),
 }
-"""What tells the rows of cases apart whose results may be merged."""
+"""What tells rows of cases apart whose results may be merged. Those that share it are compared: they are of
+one run."""
 
 _ATTENTION_PACKAGES = (
     "flash-attn-4",
@@ -150,8 +152,8 @@ def load(path: Path) -> Result:
 
 
 def merge(parts: Sequence[Result]) -> Result:
-    """The results of several runs of a case as one; of a row that several have, the last one's. Rows keep the
-    commit that they were measured at.
+    """The results of several runs of a case as one; of rows that several have, those of the run with most of
+    them, or of the last. Rows keep the commit that they were measured at.
 
     Raises:
         ValueError: they are of another case, from other kinds of machine, versions or settings.
@@ -170,15 +172,19 @@ def merge(parts: Sequence[Result]) -> Result:
     }
     if differing:
         raise ValueError(f"these results cannot be merged; they differ in {', '.join(sorted(differing))}")
-    rows = {
-        tuple(row[name] for name in key): {"commit": part["commit"], **row}
-        for part in parts
-        for row in part["rows"]
-    }
-    if len({row["commit"] for row in rows.values()}) > 1:
-        return {**first, "commit": parts[-1]["commit"], "rows": list(rows.values())}
-    commit = {row.pop("commit") for row in rows.values()}.pop()
-    return {**first, "commit": commit, "rows": list(rows.values())}
+    found: dict[tuple[Any, ...], list[Row]] = {}
+    for part in parts:
+        of_part: dict[tuple[Any, ...], list[Row]] = {}
+        for row in part["rows"]:
+            own = {"commit": part["commit"], **row}
+            of_part.setdefault(tuple(row.get(name) for name in key), []).append(own)
+        found |= {each: rows for each, rows in of_part.items() if len(rows) >= len(found.get(each, ()))}
+    rows = list(itertools.chain.from_iterable(found.values()))
+    commits = {row["commit"] for row in rows}
+    if len(commits) == 1:
+        for row in rows:
+            del row["commit"]
+    return {**first, "commit": commits.pop() if len(commits) == 1 else parts[-1]["commit"], "rows": rows}
 
 
 def one_line(error: Exception) -> str:

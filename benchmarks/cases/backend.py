@@ -188,7 +188,6 @@ def run(arguments: argparse.Namespace, record: Record) -> None:
     elif arguments.embedding:
         arguments.models, arguments.batches, arguments.sizes = EMBEDDING, [1, 8, 64, 256], ["one"]
     gpus: list[str | None] = [*visible_gpus()] or [None]
-    record.settings["batches"] = arguments.batches
     context = multiprocessing.get_context("spawn")
 
     compiled = threading.Barrier(len(gpus))

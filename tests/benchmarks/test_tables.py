@@ -184,6 +184,15 @@ def test_a_file_is_written_as_a_whole(result: Result, tmp_path: Path) -> None:
     store(None, {"rows": object()})  # nothing is to be written
 
 
+def test_what_is_compared_stays_of_one_run(result: Result) -> None:
+    both = [{"model": "a", "batch": 1, "way": way, "p50": 1.0} for way in ("eager", "encoder_cg")]
+    whole = {**result, "case": "backend", "rows": both}
+    part = {**whole, "rows": [{**both[0], "p50": 2.0}]}
+    assert merge([whole, part])["rows"] == merge([part, whole])["rows"] == both
+    again = {**whole, "rows": [{**row, "p50": 3.0} for row in both]}
+    assert [row["p50"] for row in merge([whole, again])["rows"]] == [3.0, 3.0]
+
+
 def test_parts_of_a_run_are_merged_and_keep_their_commits(result: Result) -> None:
     later = {**result, "commit": "def", "rows": [{**result["rows"][-1], "p50": 7.0}]}
     merged = merge([result, later])
