@@ -4,7 +4,8 @@
     python benchmarks/bench.py backend --embedding --output out/embedding.json
 
 Models of timm and transformers at their default sizes, bf16, seeded random weights, batches of 1, 8 and 32
-images of random pixels. Milliseconds, medians of calls in turn, wall time to the end of the device's work:
+images of random pixels. Milliseconds, medians of calls in turn, wall time to the end of the device's work
+("p50"), and that which a call keeps the CPU ("host"):
 
 * "eager": without `torch.compile`; "reduce-overhead" and "max-autotune": those modes; "encoder_cg": this
   backend. `--sizes one` compiles each way for each batch size, with `dynamic=False`; `--sizes any` compiles
@@ -165,7 +166,8 @@ def timed_rows(
         if plain in of_batch:
             rows[plain, n]["floor"] = count_flops(of_batch[plain]) / rate * 1e3
         for way, times in in_turns(of_batch, 2 if options.tiny else _SAMPLES, 3).items():
-            yield {**rows[way, n], "p50": statistics.median(wall for wall, _ in times)}
+            walls, hosts = zip(*times, strict=True)
+            yield {**rows[way, n], "p50": statistics.median(walls), "host": statistics.median(hosts)}
 
 
 def _stop(_: int, frame: FrameType | None) -> None:
