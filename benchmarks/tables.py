@@ -456,7 +456,7 @@ def backend(result: Result) -> str:
     """
     rows = [row for row in result["rows"] if "p50" in row]
     batches = sorted({row["batch"] for row in rows})
-    kinds = {"one": "constant", "any": "default"}
+    kinds = {"one": "", "any": ", any size"}
     shown_sizes = [
         sizes for sizes in kinds if any((r["way"], r["sizes"]) == ("encoder_cg", sizes) for r in rows)
     ]
@@ -473,9 +473,9 @@ def backend(result: Result) -> str:
         errors = [_ratio(r["error"], plain[r["batch"]]) for r in its_rows if r["way"] == "encoder_cg"]
         lines.append([*line, max(filter(None, errors), default=None)])
     failures = [f"{row['model']}: {row['failure']}" for row in result["rows"] if "failure" in row]
-    columns = [f"{kinds[sizes]}, {batch}" for sizes in shown_sizes for batch in batches]
+    columns = [f"batch {batch}{kinds[sizes]}" for sizes in shown_sizes for batch in batches]
     table = formatted(["model", *columns, "error"], lines)
-    return _told(result, "\n\n".join([table, *failures]), "Ratios of medians, by batch.", rows=rows)
+    return _told(result, "\n\n".join([table, *failures]), "Ratios of medians.", rows=rows)
 
 
 def embedding(result: Result) -> str:
@@ -600,6 +600,7 @@ TABLES: Mapping[str, Callable[..., str]] = {
     "products_activations": products,
     "passes": passes,
     "host": host,
+    "backend": backend,
     **dict.fromkeys(("accelerate", "accelerate_adapters"), accelerate),
     **dict.fromkeys(("start", "start_slow_host"), start),
     **dict.fromkeys(("connector", "connector_slices", "connector_own_gpu"), connector),

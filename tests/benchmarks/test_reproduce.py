@@ -34,7 +34,7 @@ def asked(what: str, out: Path) -> list[list[str]]:
 def test_every_table_is_measured_by_a_command_that_parses(tmp_path: Path) -> None:
     out = tmp_path / "out"
     parsed = [parse(command) for command in asked("all", out)]
-    others = {"map_batches", "backend"}  # not again for every set of tables: what needs Ray, other backends
+    others = {"map_batches"}  # not again for every set of tables: what needs Ray
     # Rows of a case that are kept beside those of another run of it: another GPU, torch or other towers.
     kept = {"vllm_towers", "vllm_h100", "connector_slices", "connector_synchronous"}
     kept |= {"start_slow_host", "torch_2_14", "passes_h100"}
