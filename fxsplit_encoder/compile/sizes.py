@@ -5,7 +5,6 @@ A traced size is an int or a sympy expression, printed as Python once, so that e
 
 from __future__ import annotations
 
-import ast
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -63,6 +62,9 @@ class Size:
     def __repr__(self) -> str:
         return self.shown
 
+    def __reduce__(self) -> Any:
+        return Size, (self.shown, self.source, self.symbols)
+
 
 def symbol_of(size: int | torch.SymInt) -> str | None:
     """Returns the name of the symbol in a size, None for a constant; raises CompileError for several."""
@@ -101,37 +103,6 @@ def symbol_sources(inputs: Sequence[fx.Node]) -> list[tuple[str, int, int]]:
 def assumptions_of(inputs: Sequence[fx.Node]) -> list[sympy.Basic]:
     """Returns a trace's assumptions on its symbols, from the inputs of the traced graph."""
     return Symbols(node.meta["val"] for node in inputs).assumptions
-
-
-_ARITHMETIC = (
-    *(ast.Expression, ast.Constant, ast.Name, ast.Load, ast.BinOp, ast.UnaryOp, ast.BoolOp, ast.Compare),
-    *(ast.operator, ast.unaryop, ast.boolop, ast.cmpop, ast.Call, ast.Attribute, ast.IfExp),
-)
-_OF_TORCH = frozenset(f"torch.sym_{name}" for name in ("float", "int", "max", "min", "not", "sum"))
-_FUNCTIONS = frozenset(("abs", "bool", "float", "int", "max", "min", "pow", "round"))
-
-
-def check_arithmetic(source: str, symbols: Sequence[str]) -> None:
-    """Raises ValueError unless a source is an expression of numbers, symbols, and functions of `math`."""
-    if not all(symbol.isidentifier() for symbol in symbols):
-        raise ValueError(f"symbols: expected names; got {list(symbols)}")
-    try:
-        tree = ast.parse(source, mode="eval")
-    except SyntaxError as error:
-        raise ValueError(f"size: expected arithmetic; got {source!r}") from error
-    for node in ast.walk(tree):
-        known = isinstance(node, _ARITHMETIC)
-        if isinstance(node, ast.Attribute):
-            module = node.value.id if isinstance(node.value, ast.Name) else ""
-            known = (module == "math" and node.attr[0] != "_") or f"{module}.{node.attr}" in _OF_TORCH
-        elif isinstance(node, ast.Name):
-            known = node.id in symbols or node.id in (*_FUNCTIONS, "math", "torch")
-        elif isinstance(node, ast.Constant):
-            known = isinstance(node.value, int | float)
-        if not known:
-            raise ValueError(
-                f"size: expected arithmetic of {', '.join(symbols) or 'numbers'}; got {source!r}"
-            )
 
 
 @dataclass(frozen=True)

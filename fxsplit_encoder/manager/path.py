@@ -95,7 +95,7 @@ class EncoderPath(CapturedProgram):
         self.refusal: str | None = None
         """Why it does not compile, once that is known."""
         self._varying: dict[str, list[int]] | None = None
-        self.saved: Mapping[str, Any] | None = None
+        self.saved: str | None = None
         """The program that another process saved, which is restored rather than traced."""
         self.unused: dict[str, None] = {}
         """Inputs for which the tower gives None: captures are made without them."""
@@ -312,7 +312,7 @@ class EncoderPath(CapturedProgram):
         self.groups = RowGroups()
         return why
 
-    def to_save(self) -> dict[str, Any]:
+    def to_save(self) -> str:
         """Returns the program for `saved` of another process; CompileError where it cannot be saved."""
         from fxsplit_encoder.compile.saved import save_program
 
