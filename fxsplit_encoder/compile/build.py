@@ -17,7 +17,7 @@ from fxsplit_encoder._torch.distributed import calls_other_ranks
 from fxsplit_encoder._torch.symbols import expression_of
 from fxsplit_encoder.compile import padding
 from fxsplit_encoder.compile.branches import Step
-from fxsplit_encoder.compile.derived import DerivedParameter, DerivedParameters
+from fxsplit_encoder.compile.derived import DerivedParameters, Recipe
 from fxsplit_encoder.compile.invariance import check_proof, check_rows
 from fxsplit_encoder.compile.layouts import keeping_layouts
 from fxsplit_encoder.compile.masks import mask_pad_rows
@@ -110,10 +110,12 @@ def _assemble(
     if any(op and op.declares_padding and op.declares_padding(*node.args) for op, node in hosts):
         report = replace(report, declared=True)
     ops: list[Any] = [node.target for node in module.graph.nodes]
-    recipes = [
-        DerivedParameter(slots[node], tuple(slots[each] for each in sources), make, is_kept=bool(node.users))
-        for node, (make, sources) in derived.items()
-    ]
+
+    def recipe_of(node: fx.Node) -> Recipe:
+        make, sources = derived[node]
+        unread = {each for each in sources if each in derived and not each.users}
+        return Recipe(make, tuple(recipe_of(each) if each in unread else slots[each] for each in sources))
+
     return Program(
         steps=tuple(with_frees(steps, kept)),
         num_inputs=len(inputs),
@@ -133,7 +135,7 @@ def _assemble(
         device=device,
         padding=report,
         accepts=guards_of(inputs, token_symbol if report.proved else None),
-        derived=DerivedParameters(recipes),
+        derived=DerivedParameters({slots[node]: recipe_of(node) for node in derived if node.users}),
         pass_report=pass_report,
     )
 

@@ -13,7 +13,7 @@ import torch
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.compile import saved
-from fxsplit_encoder.compile.derived import DerivedParameter, DerivedParameters
+from fxsplit_encoder.compile.derived import DerivedParameters, Recipe
 from fxsplit_encoder.compile.options import HostOp
 from fxsplit_encoder.compile.passes.pad_mlp_width import pad_rows
 from fxsplit_encoder.compile.pieces import CompiledPiece
@@ -80,21 +80,18 @@ def test_what_runs_beside_comes_back(kept: Any) -> None:
 
 
 def test_derived_parameters_come_back_by_name(kept: Any) -> None:
-    recipes = (
-        DerivedParameter(1, (0,), functools.partial(pad_rows, rows=12), is_kept=False),
-        DerivedParameter(2, (1,), functools.partial(pad_rows, rows=16)),
-    )
-    found = again(kept, derived=DerivedParameters(recipes)).program.derived.recipes
-    assert [(each.slot, each.sources, each.is_kept) for each in found] == [(1, (0,), False), (2, (1,), True)]
-    makes: list[Any] = [each.make for each in found]
-    assert [(make.func, make.keywords) for make in makes] == [(pad_rows, {"rows": n}) for n in (12, 16)]
+    recipe = Recipe(functools.partial(pad_rows, rows=12), (0, Recipe(pad_rows, (1,))))
+    found = again(kept, derived=DerivedParameters({2: recipe})).program.derived.recipes[2]
+    assert found.sources == recipe.sources
+    make: Any = found.make
+    assert (make.func, make.keywords) == (pad_rows, {"rows": 12})
 
 
 def test_what_has_no_name_is_not_saved(kept: Any) -> None:
     tower, bound = kept
     program, tensors = bound.program, named_tensors(tower)
     first = program.steps[0]
-    unnamed = DerivedParameters([DerivedParameter(0, (), lambda tensor: tensor)])
+    unnamed = DerivedParameters({0: Recipe(lambda tensor: tensor, ())})
     cases = [
         (replace(program, constants={0: torch.ones(1)}), "tensors of its own"),
         (replace(program, steps=(replace(first, kind="host", call=HostOp(list)),)), "metadata on the host"),
