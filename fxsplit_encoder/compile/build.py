@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from operator import attrgetter
 from typing import Any, TypeAlias
@@ -23,7 +23,7 @@ from fxsplit_encoder.compile.layouts import keeping_layouts
 from fxsplit_encoder.compile.masks import mask_pad_rows
 from fxsplit_encoder.compile.options import TRACING_PHASES, CompileOptions, host_op, splitting_targets
 from fxsplit_encoder.compile.passes import BEFORE_MASKS, passes_for, run_passes
-from fxsplit_encoder.compile.pieces import Piece, PieceCache, piece_compiler
+from fxsplit_encoder.compile.pieces import Piece, PieceCompiler, compile_piece, piece_compiler, signature
 from fxsplit_encoder.compile.program import Argument, Program, Ref, RegionInput
 from fxsplit_encoder.compile.rewriting import (
     derivation,
@@ -96,8 +96,8 @@ def _assemble(
     slots: Slots = defaultdict(itertools.count().__next__)
     for node in (*inputs, *held, *derived):
         slots[node]  # numbers it
-    cache = PieceCache(piece_compiler(options.piece_compiler, device, options.policy))
-    steps = with_joins(make_steps(parts, slots, cache, options))
+    compiler = piece_compiler(options.piece_compiler, device, options.policy)
+    steps = with_joins(make_steps(parts, slots, compiler, options))
     outputs = tuple(as_argument(a, slots) for a in returned)
     kept = {*slots_in(outputs), *(slots[n] for n in (*placeholders, *held))}
     region_start = max((i + 1 for i, step in enumerate(steps) if step.kind == "host"), default=0)
@@ -169,9 +169,12 @@ def _sizes(numbers: Iterable[int | torch.SymInt]) -> tuple[Size, ...]:
     return tuple(map(Size.of, numbers))
 
 
-def make_steps(parts: Sequence[Part], slots: Slots, cache: PieceCache, options: CompileOptions) -> list[Step]:
+def make_steps(
+    parts: Sequence[Part], slots: Slots, compiler: PieceCompiler, options: CompileOptions
+) -> list[Step]:
     """Returns the steps of a graph's parts, in order; compiles the distinct pieces and reports progress."""
     steps: list[Step] = []
+    compiled: dict[tuple[Any, ...], tuple[int, Callable[..., Any]]] = {}
     num_pieces = sum(isinstance(part, Piece) for part in parts)
     done = TRACING_PHASES
     options.report(done, num_pieces)
@@ -179,14 +182,16 @@ def make_steps(parts: Sequence[Part], slots: Slots, cache: PieceCache, options: 
         if isinstance(part, fx.Node):
             steps.append(_cut_step(part, slots))
             continue
-        steps.append(_piece_step(part, f"piece_{done - TRACING_PHASES}", slots, cache))
+        key = signature(part)
+        if key not in compiled:
+            compiled[key] = len(compiled), compile_piece(part, compiler)
+        steps.append(_piece_step(part, f"piece_{done - TRACING_PHASES}", slots, *compiled[key]))
         done += 1
         options.report(done, num_pieces)
     return steps
 
 
-def _piece_step(piece: Piece, name: str, slots: Slots, cache: PieceCache) -> Step:
-    distinct, call = cache.get(piece)
+def _piece_step(piece: Piece, name: str, slots: Slots, distinct: int, call: Callable[..., Any]) -> Step:
     return Step(
         kind="piece",
         name=name,

@@ -171,7 +171,7 @@ class Program:
             args, kwargs = bindings.arguments(step)
             own = known.get(args[3].data_ptr()) if known and step.call is varlen_attention else None
             if own is None:
-                result = branches.placed(step)(*args, **kwargs)
+                result = branches.run(step, *args, **kwargs)
             else:
                 query, key, value, _, _, scale = args
                 result = own.attend(query, key, value, scale)
