@@ -23,7 +23,6 @@ class Step:
     kwargs: dict[str, Any]
     outputs: tuple[int, ...]
     """Slots that the results fill: one for a tensor, several for a sequence (-1: the result is not read)."""
-    returns_tensor: bool
     frees: tuple[int, ...] = ()
     """Slots that no later step reads."""
     distinct: int = -1

@@ -199,7 +199,6 @@ def _piece_step(piece: Piece, name: str, slots: Slots, distinct: int, call: Call
         args=tuple(as_argument(n, slots) for n in piece.inputs),
         kwargs={},
         outputs=tuple(slots[n] for n in piece.outputs),
-        returns_tensor=False,
         distinct=distinct,
         nodes=tuple(node.name for node in piece.nodes),
         beside=piece.beside,
@@ -207,8 +206,7 @@ def _piece_step(piece: Piece, name: str, slots: Slots, distinct: int, call: Call
 
 
 def _cut_step(node: fx.Node, slots: Slots) -> Step:
-    returns_tensor = isinstance(node.meta["val"], torch.Tensor)
-    if returns_tensor:
+    if isinstance(node.meta["val"], torch.Tensor):
         outputs: tuple[int, ...] = (slots[node],)
     else:
         by_index = {int(n.args[1]): slots[n] for n in unpacked_from(node)}  # type: ignore[arg-type]
@@ -223,7 +221,6 @@ def _cut_step(node: fx.Node, slots: Slots) -> Step:
         args=tuple(as_argument(a, slots) for a in node.args),
         kwargs={k: as_argument(v, slots) for k, v in node.kwargs.items()},
         outputs=outputs,
-        returns_tensor=returns_tensor,
         nodes=(node.name,),
     )
 

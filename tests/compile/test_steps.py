@@ -26,7 +26,7 @@ def programs(draw: st.DrawFn) -> list[Step]:
         reads = draw(st.lists(st.integers(0, number), unique=True, max_size=3))
         beside = draw(st.booleans())
         args = tuple(map(Ref, reads))
-        steps.append(Step("piece", str(number), print, args, {}, (number + 1,), False, beside=beside))
+        steps.append(Step("piece", str(number), print, args, {}, (number + 1,), beside=beside))
     return steps
 
 
@@ -76,7 +76,7 @@ def step(name: str, cuda: FakeCuda, **marks: bool) -> Step:
         cuda.events.append(f"{name} on {cuda.current.name}")
         return (name, args, kwargs)
 
-    return Step("piece", name, call, (), {}, (), False, **marks)
+    return Step("piece", name, call, (), {}, (), **marks)
 
 
 def test_steps_are_placed_as_they_are_marked(cuda: FakeCuda) -> None:
