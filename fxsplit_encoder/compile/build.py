@@ -282,22 +282,16 @@ class Region:
         token_symbol: str | None,
     ) -> None:
         self._token_symbol = token_symbol
-        self._nodes: list[fx.Node] = []
-        read: dict[fx.Node, None] = {}
-        segments: set[Any] = set()
-        permutations: set[Any] = set()
-        for part in parts:
-            if isinstance(part, fx.Node):
-                self._nodes += (part, *unpacked_from(part))
-                read.update(dict.fromkeys(part.all_input_nodes))
-                if "varlen_attention" in str(part.target):
-                    segments.add(part.args[3])
-            else:
-                self._nodes += part.nodes
-                read.update(dict.fromkeys(part.inputs))
-                permutations.update(n.args[1] for n in part.nodes if n.target is permute_rows)
+        cuts = [part for part in parts if isinstance(part, fx.Node)]
+        self._nodes = [
+            node
+            for part in parts
+            for node in ((part, *unpacked_from(part)) if isinstance(part, fx.Node) else part.nodes)
+        ]
         self._outputs = [output for output in outputs if isinstance(output, fx.Node)]
-        read.update(dict.fromkeys(self._outputs))
+        segments = {cut.args[3] for cut in cuts if "varlen_attention" in str(cut.target)}
+        permutations = {node.args[1] for node in self._nodes if node.target is permute_rows}
+        read = dict.fromkeys((*(i for node in self._nodes for i in node.all_input_nodes), *self._outputs))
         known = {*self._nodes, *fixed}
         self.inputs = {
             node: RegionInput(
