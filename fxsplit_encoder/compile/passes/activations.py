@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -13,10 +12,8 @@ from torch import Tensor, fx
 
 from fxsplit_encoder._torch.dispatch import addmm_activation, define_op
 from fxsplit_encoder.compile.passes.layers import Linear, are_same_rows, layer_before
-from fxsplit_encoder.compile.passes.pad_mlp_width import pad_rows
 from fxsplit_encoder.compile.rewriting import (
     at_every_node,
-    derivation,
     derived_parameter,
     replace_by_call,
 )
@@ -92,8 +89,9 @@ def measured_activations(node: fx.Node) -> bool:
     if found is None:
         return False
     silu, gate, up = found
-    weight = _in_turn(gate.weight, up.weight)
-    bias = None if gate.bias is None or up.bias is None else _in_turn(gate.bias, up.bias)
+    weight, bias = derived_parameter(node.graph, interleaved, gate.weight, up.weight), None
+    if gate.bias is not None and up.bias is not None:
+        bias = derived_parameter(node.graph, interleaved, gate.bias, up.bias)
     _fuse(gate, silu, node, linear, gate.rows, weight, bias, "swiglu")
     return True
 
@@ -112,23 +110,6 @@ def _gate_and_up(node: fx.Node) -> tuple[fx.Node, Linear, Linear] | None:
     sizes = {shape_exprs(each.weight.meta["val"]) for each in (gate, up)}
     fits = are_same_rows(gate.rows, up.rows) and (gate.bias is None) == (up.bias is None)
     return (silu, gate, up) if fits and len(shapes) == len(sizes) == 1 else None
-
-
-def _in_turn(gate: fx.Node, up: fx.Node) -> fx.Node:
-    """Returns the rows of two parameters in turn; of padded ones their sources are padded here."""
-    rows = gate.meta["val"].shape[0]
-    sources = [_unpadded(each) for each in (gate, up)]
-    return derived_parameter(gate.graph, functools.partial(interleaved, rows=rows), *sources)
-
-
-def _unpadded(parameter: fx.Node) -> fx.Node:
-    found = derivation(parameter)
-    if found is None:
-        return parameter
-    make, sources = found
-    if isinstance(make, functools.partial) and make.func is pad_rows and make.keywords["parts"] == 1:
-        return sources[0]
-    return parameter
 
 
 def _has_choice(node: fx.Node) -> bool:
