@@ -33,8 +33,8 @@ GraphPass = Literal[
     "dense_attention",
     "merged_projections",
     "wide_heads",
-    "gelu_epilogue",
     "measured_activations",
+    "gelu_epilogue",
     "output_branch",
 ]
 

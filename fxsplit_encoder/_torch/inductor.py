@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
@@ -32,8 +33,9 @@ _BLOCKS = ("strict_sum_rblock", "strict_reduction_rblock")
 _INVARIANT = ("batch_invariant", "deterministic")
 
 
+@functools.cache
 def start_workers() -> None:
-    """Starts Inductor's processes for Triton kernels, and polls once whether they are ready."""
+    """Starts Inductor's processes for Triton kernels, once, and polls whether they are ready."""
     maybe_warm_pool()
     started = getattr(AsyncCompile.process_pool, "cache_info", None)
     if started is not None and started().currsize:

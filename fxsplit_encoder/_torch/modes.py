@@ -55,18 +55,10 @@ class without_autograd:
         torch._C._set_grad_enabled(self._had_gradients)
 
 
-class in_inference_mode:
-    """`torch.inference_mode()`."""
-
-    __slots__ = ("_inside",)
-
-    def __enter__(self) -> None:
-        inside: Any = torch._C._InferenceMode(True)
-        inside.__enter__()
-        self._inside = inside
-
-    def __exit__(self, *raised: object) -> None:
-        self._inside.__exit__(None, None, None)
+def in_inference_mode() -> contextlib.AbstractContextManager[None]:
+    """Returns the context of `torch.inference_mode()` alone."""
+    mode: contextlib.AbstractContextManager[None] = torch._C._InferenceMode(True)
+    return mode
 
 
 _REDUCTIONS = {

@@ -173,8 +173,8 @@ class Structure:
         if self.is_unchanged():
             return ""
         before, now = self._seen, _Seen(self._tower, self._is_around)
-        facts = {fact: (before.facts.get(fact, _OTHER), now.facts.get(fact, _OTHER)) for fact in before.facts}
-        facts |= {fact: (_OTHER, new) for fact, new in now.facts.items() if fact not in facts}
+        names = {**before.facts, **now.facts}
+        facts = {fact: (before.facts.get(fact, _OTHER), now.facts.get(fact, _OTHER)) for fact in names}
         for (name, what), (old, new) in facts.items():
             if what == ACTIVE and _OTHER not in (old, new) and new != old:
                 return f"{name or 'the tower'}: adapters in use {new!r}, which were {old!r}"

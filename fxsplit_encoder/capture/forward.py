@@ -257,7 +257,7 @@ class CapturedForward:
             if not (breaks and step.kind == "split"):
                 if is_attention:
                     self.live.note(args[0], args[3], args[4])
-                result = self.capture.captured(branches.placed(step), *args, **kwargs)
+                result = self.capture.captured(functools.partial(branches.run, step), *args, **kwargs)
             elif is_attention:
                 result = self.capture.break_at_attention(tuple(args), masked=False)  # pieces mask pad rows
             else:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +23,6 @@ class Step:
     kwargs: dict[str, Any]
     outputs: tuple[int, ...]
     """Slots that the results fill: one for a tensor, several for a sequence (-1: the result is not read)."""
-    returns_tensor: bool
     frees: tuple[int, ...] = ()
     """Slots that no later step reads."""
     distinct: int = -1
@@ -50,22 +48,12 @@ class StepBranches:
         self._branch: Branch | None = None
         self._open = False
 
-    def placed(self, step: Step) -> Callable[..., Any]:
-        """Returns what to call in place of `step.call`, with the same arguments."""
-        call = step.call
-        if not self._active:
-            return call
-        if step.beside:
-            return functools.partial(self._beside, step)
-        return functools.partial(self._behind, call) if step.joins and self._open else call
-
-    def join(self) -> None:
-        """Makes later work of the current stream wait for all steps on the sibling stream."""
-        if self._branch is not None and self._open:
-            self._branch.join()
-        self._open = False
-
-    def _beside(self, step: Step, *args: Any, **kwargs: Any) -> Any:
+    def run(self, step: Step, /, *args: Any, **kwargs: Any) -> Any:
+        """Calls a step where it belongs."""
+        if step.joins:
+            self.join()
+        if not (step.beside and self._active):
+            return step.call(*args, **kwargs)
         if self._branch is None:  # made here, where the stream of the capture is current
             self._branch = Branch(self._device, "steps")
         self._branch.fork()
@@ -73,6 +61,8 @@ class StepBranches:
         with self._branch.entered():
             return step.call(*args, **kwargs)
 
-    def _behind(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self.join()
-        return call(*args, **kwargs)
+    def join(self) -> None:
+        """Makes later work of the current stream wait for all steps on the sibling stream."""
+        if self._branch is not None and self._open:
+            self._branch.join()
+        self._open = False

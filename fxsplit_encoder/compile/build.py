@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from operator import attrgetter
 from typing import Any, TypeAlias
@@ -17,13 +17,13 @@ from fxsplit_encoder._torch.distributed import calls_other_ranks
 from fxsplit_encoder._torch.symbols import expression_of
 from fxsplit_encoder.compile import padding
 from fxsplit_encoder.compile.branches import Step
-from fxsplit_encoder.compile.derived import DerivedParameter, DerivedParameters
+from fxsplit_encoder.compile.derived import DerivedParameters, Recipe
 from fxsplit_encoder.compile.invariance import check_proof, check_rows
 from fxsplit_encoder.compile.layouts import keeping_layouts
 from fxsplit_encoder.compile.masks import mask_pad_rows
 from fxsplit_encoder.compile.options import TRACING_PHASES, CompileOptions, host_op, splitting_targets
 from fxsplit_encoder.compile.passes import BEFORE_MASKS, passes_for, run_passes
-from fxsplit_encoder.compile.pieces import Piece, PieceCache, piece_compiler
+from fxsplit_encoder.compile.pieces import Piece, PieceCompiler, compile_piece, piece_compiler, signature
 from fxsplit_encoder.compile.program import Argument, Program, Ref, RegionInput
 from fxsplit_encoder.compile.rewriting import (
     derivation,
@@ -96,8 +96,8 @@ def _assemble(
     slots: Slots = defaultdict(itertools.count().__next__)
     for node in (*inputs, *held, *derived):
         slots[node]  # numbers it
-    cache = PieceCache(piece_compiler(options.piece_compiler, device, options.policy))
-    steps = with_joins(make_steps(parts, slots, cache, options))
+    compiler = piece_compiler(options.piece_compiler, device, options.policy)
+    steps = with_joins(make_steps(parts, slots, compiler, options))
     outputs = tuple(as_argument(a, slots) for a in returned)
     kept = {*slots_in(outputs), *(slots[n] for n in (*placeholders, *held))}
     region_start = max((i + 1 for i, step in enumerate(steps) if step.kind == "host"), default=0)
@@ -110,10 +110,12 @@ def _assemble(
     if any(op and op.declares_padding and op.declares_padding(*node.args) for op, node in hosts):
         report = replace(report, declared=True)
     ops: list[Any] = [node.target for node in module.graph.nodes]
-    recipes = [
-        DerivedParameter(slots[node], tuple(slots[each] for each in sources), make, is_kept=bool(node.users))
-        for node, (make, sources) in derived.items()
-    ]
+
+    def recipe_of(node: fx.Node) -> Recipe:
+        make, sources = derived[node]
+        unread = {each for each in sources if each in derived and not each.users}
+        return Recipe(make, tuple(recipe_of(each) if each in unread else slots[each] for each in sources))
+
     return Program(
         steps=tuple(with_frees(steps, kept)),
         num_inputs=len(inputs),
@@ -133,7 +135,7 @@ def _assemble(
         device=device,
         padding=report,
         accepts=guards_of(inputs, token_symbol if report.proved else None),
-        derived=DerivedParameters(recipes),
+        derived=DerivedParameters({slots[node]: recipe_of(node) for node in derived if node.users}),
         pass_report=pass_report,
     )
 
@@ -167,9 +169,12 @@ def _sizes(numbers: Iterable[int | torch.SymInt]) -> tuple[Size, ...]:
     return tuple(map(Size.of, numbers))
 
 
-def make_steps(parts: Sequence[Part], slots: Slots, cache: PieceCache, options: CompileOptions) -> list[Step]:
+def make_steps(
+    parts: Sequence[Part], slots: Slots, compiler: PieceCompiler, options: CompileOptions
+) -> list[Step]:
     """Returns the steps of a graph's parts, in order; compiles the distinct pieces and reports progress."""
     steps: list[Step] = []
+    compiled: dict[tuple[Any, ...], tuple[int, Callable[..., Any]]] = {}
     num_pieces = sum(isinstance(part, Piece) for part in parts)
     done = TRACING_PHASES
     options.report(done, num_pieces)
@@ -177,14 +182,16 @@ def make_steps(parts: Sequence[Part], slots: Slots, cache: PieceCache, options: 
         if isinstance(part, fx.Node):
             steps.append(_cut_step(part, slots))
             continue
-        steps.append(_piece_step(part, f"piece_{done - TRACING_PHASES}", slots, cache))
+        key = signature(part)
+        if key not in compiled:
+            compiled[key] = len(compiled), compile_piece(part, compiler)
+        steps.append(_piece_step(part, f"piece_{done - TRACING_PHASES}", slots, *compiled[key]))
         done += 1
         options.report(done, num_pieces)
     return steps
 
 
-def _piece_step(piece: Piece, name: str, slots: Slots, cache: PieceCache) -> Step:
-    distinct, call = cache.get(piece)
+def _piece_step(piece: Piece, name: str, slots: Slots, distinct: int, call: Callable[..., Any]) -> Step:
     return Step(
         kind="piece",
         name=name,
@@ -192,7 +199,6 @@ def _piece_step(piece: Piece, name: str, slots: Slots, cache: PieceCache) -> Ste
         args=tuple(as_argument(n, slots) for n in piece.inputs),
         kwargs={},
         outputs=tuple(slots[n] for n in piece.outputs),
-        returns_tensor=False,
         distinct=distinct,
         nodes=tuple(node.name for node in piece.nodes),
         beside=piece.beside,
@@ -200,8 +206,7 @@ def _piece_step(piece: Piece, name: str, slots: Slots, cache: PieceCache) -> Ste
 
 
 def _cut_step(node: fx.Node, slots: Slots) -> Step:
-    returns_tensor = isinstance(node.meta["val"], torch.Tensor)
-    if returns_tensor:
+    if isinstance(node.meta["val"], torch.Tensor):
         outputs: tuple[int, ...] = (slots[node],)
     else:
         by_index = {int(n.args[1]): slots[n] for n in unpacked_from(node)}  # type: ignore[arg-type]
@@ -216,7 +221,6 @@ def _cut_step(node: fx.Node, slots: Slots) -> Step:
         args=tuple(as_argument(a, slots) for a in node.args),
         kwargs={k: as_argument(v, slots) for k, v in node.kwargs.items()},
         outputs=outputs,
-        returns_tensor=returns_tensor,
         nodes=(node.name,),
     )
 
@@ -278,22 +282,16 @@ class Region:
         token_symbol: str | None,
     ) -> None:
         self._token_symbol = token_symbol
-        self._nodes: list[fx.Node] = []
-        read: dict[fx.Node, None] = {}
-        segments: set[Any] = set()
-        permutations: set[Any] = set()
-        for part in parts:
-            if isinstance(part, fx.Node):
-                self._nodes += (part, *unpacked_from(part))
-                read.update(dict.fromkeys(part.all_input_nodes))
-                if "varlen_attention" in str(part.target):
-                    segments.add(part.args[3])
-            else:
-                self._nodes += part.nodes
-                read.update(dict.fromkeys(part.inputs))
-                permutations.update(n.args[1] for n in part.nodes if n.target is permute_rows)
+        cuts = [part for part in parts if isinstance(part, fx.Node)]
+        self._nodes = [
+            node
+            for part in parts
+            for node in ((part, *unpacked_from(part)) if isinstance(part, fx.Node) else part.nodes)
+        ]
         self._outputs = [output for output in outputs if isinstance(output, fx.Node)]
-        read.update(dict.fromkeys(self._outputs))
+        segments = {cut.args[3] for cut in cuts if "varlen_attention" in str(cut.target)}
+        permutations = {node.args[1] for node in self._nodes if node.target is permute_rows}
+        read = dict.fromkeys((*(i for node in self._nodes for i in node.all_input_nodes), *self._outputs))
         known = {*self._nodes, *fixed}
         self.inputs = {
             node: RegionInput(

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections import ChainMap
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -156,27 +158,34 @@ _UNVERSIONED = (
 
 
 @dataclass(frozen=True, slots=True)
-class DerivedParameter:
-    """A slot of a program that is filled from other slots."""
+class Recipe:
+    """How a parameter is derived from others."""
 
-    slot: int
-    sources: tuple[int, ...]
-    """Slots of parameters, or of parameters derived before this one."""
     make: Callable[..., Tensor]
-    is_kept: bool = True
-    """Whether a step reads it; if not, it is dropped as soon as those derived from it are computed."""
+    sources: tuple[int | Recipe, ...]
+    """Slots of parameters that are given or derived before, and recipes of tensors that no step reads."""
+
+    def slots(self) -> set[int]:
+        """Returns the slots that it reads."""
+        read = ({each} if isinstance(each, int) else each.slots() for each in self.sources)
+        return set().union(*read)
+
+    def made(self, tensors: Mapping[int, Tensor]) -> Tensor:
+        """Returns the derived parameter, of tensors by slot."""
+        return self.make(
+            *(tensors[each] if isinstance(each, int) else each.made(tensors) for each in self.sources)
+        )
 
 
 class DerivedParameters:
     """The derived parameters of one program, for the parameters of its last run; none in a copy or a pickle
-    until it is run.
+    until it is run. `recipes` are by slot, each after those whose slots it reads.
     """
 
-    def __init__(self, recipes: Iterable[DerivedParameter] = ()) -> None:
-        self.recipes = _in_order(tuple(recipes))
-        last_reads = {slot: recipe.slot for recipe in self.recipes for slot in recipe.sources}
-        self._dropped = {each.slot: last_reads[each.slot] for each in self.recipes if not each.is_kept}
-        self._given = sorted(last_reads.keys() - {recipe.slot for recipe in self.recipes})
+    def __init__(self, recipes: Mapping[int, Recipe] = MappingProxyType({})) -> None:
+        self.recipes = dict(recipes)
+        read = (recipe.slots() for recipe in self.recipes.values())
+        self._given = sorted(set().union(*read) - self.recipes.keys())
         self._sources: dict[int, Tensor] = {}
         self._addresses: list[int] = []
         self._versions: list[int] | None = []
@@ -253,14 +262,12 @@ class DerivedParameters:
     @torch.no_grad()
     def _compute(self) -> None:
         self.stamp = object()  # first: after one that fails, the stamp from before does not hold
-        available = dict(self._sources)
-        for recipe in self.recipes:
-            made = recipe.make(*(available[slot] for slot in recipe.sources))
-            kept = self.values.setdefault(recipe.slot, made) if recipe.is_kept else made
-            available[recipe.slot] = kept if kept is made else kept.copy_(made)
-            for slot in {*recipe.sources}:
-                if self._dropped.get(slot) == recipe.slot:
-                    del available[slot]
+        tensors = ChainMap(self._sources, self.values)
+        for slot, recipe in self.recipes.items():
+            made = recipe.made(tensors)
+            kept = self.values.setdefault(slot, made)
+            if kept is not made:
+                kept.copy_(made)
         self._fingerprints.take(self._sources.values())
         self._is_outdated = False
 
@@ -271,20 +278,3 @@ class DerivedParameters:
                 "parameters that are kept in another form (padded, merged, quantized), %d in all: they %s",
                 *(len(self._sources), what),
             )
-
-
-def _in_order(recipes: tuple[DerivedParameter, ...]) -> tuple[DerivedParameter, ...]:
-    """Orders recipes so that one that is not kept precedes its first reader; drops those without readers."""
-    dropped = {recipe.slot: recipe for recipe in recipes if not recipe.is_kept}
-    ordered: list[DerivedParameter] = []
-
-    def add(recipe: DerivedParameter) -> None:
-        for slot in recipe.sources:
-            if slot in dropped:
-                add(dropped.pop(slot))
-        ordered.append(recipe)
-
-    for recipe in recipes:
-        if recipe.is_kept:
-            add(recipe)
-    return tuple(ordered)

@@ -183,25 +183,22 @@ def _numbers(values: Iterable[int | torch.SymInt]) -> list[Any]:
 
 
 def _is_stored_alike(one: Any, other: Any) -> bool:
-    return one is other or _layout(one) == _layout(other)
+    return one is other or _layouts(one) == _layouts(other)
 
 
 def _is_only_stored_otherwise(one: Any, other: Any) -> bool:
-    return one is not other and _sizes(one) == _sizes(other) and _layout(one) != _layout(other)
+    before, now = ([], []) if one is other else (_layouts(one), _layouts(other))
+    return before != now and [sizes for sizes, _ in before] == [sizes for sizes, _ in now]
 
 
-def _layout(value: Any) -> Any:
-    if isinstance(value, list | tuple):
-        return [*map(_layout, value)]
-    if not isinstance(value, torch.Tensor):
-        return str(value)
-    return [*_sizes(value), *_numbers(value.stride()), *_numbers([value.storage_offset()])]
-
-
-def _sizes(value: Any) -> Any:
-    if isinstance(value, list | tuple):
-        return [*map(_sizes, value)]
-    return _numbers(value.shape) if isinstance(value, torch.Tensor) else None
+def _layouts(value: Any) -> list[tuple[Any, Any]]:
+    """Returns the sizes of each tensor of a value, and its strides and offset."""
+    return [
+        (_numbers(each.shape), _numbers([*each.stride(), each.storage_offset()]))
+        if isinstance(each, torch.Tensor)
+        else (None, str(each))
+        for each in (value if isinstance(value, list | tuple) else [value])
+    ]
 
 
 def _order(value: Tensor) -> list[int]:

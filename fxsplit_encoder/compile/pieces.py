@@ -65,20 +65,12 @@ def to_graph_module(piece: Piece) -> fx.GraphModule:
     return fx.GraphModule(torch.nn.Module(), graph)
 
 
-class PieceCache:
-    """Compiles each distinct piece once."""
+PieceCompiler = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 
-    def __init__(self, compile_piece: Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]) -> None:
-        self._compile_piece = compile_piece
-        self._compiled: dict[tuple[Any, ...], tuple[int, Callable[..., Any]]] = {}
 
-    def get(self, piece: Piece) -> tuple[int, Callable[..., Any]]:
-        """Returns the number of a piece's distinct compilation, and the compiled callable."""
-        key = signature(piece)
-        if key not in self._compiled:
-            compiled = self._compile_piece(to_graph_module(piece), _own_values(piece.inputs))
-            self._compiled[key] = len(self._compiled), compiled
-        return self._compiled[key]
+def compile_piece(piece: Piece, compiler: PieceCompiler) -> Callable[..., Any]:
+    """Compiles a piece: a function of its inputs that returns a sequence of its outputs."""
+    return compiler(to_graph_module(piece), _own_values(piece.inputs))
 
 
 def _own_values(nodes: Sequence[fx.Node]) -> list[Any]:
@@ -136,24 +128,16 @@ def _decompose(module: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
         return make_fx(module, decomposition_table=select_decomp_table(), tracing_mode="real")(*inputs)
 
 
-PIECE_COMPILERS: Mapping[str, Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]] = {
+PIECE_COMPILERS: Mapping[str, PieceCompiler] = {
     "aot_eager": compile_aot_eager,
     "eager": compile_eager,
     "inductor": compile_inductor,
 }
 
 
-@functools.cache
-def start_compile_workers() -> None:
-    """Starts the processes in which Inductor compiles Triton kernels, once per process."""
-    from fxsplit_encoder._torch.inductor import start_workers
-
-    start_workers()
-
-
 def piece_compiler(
     name: str | Callable[..., Any], device: torch.device, policy: InvariantPolicy = BATCH_DEPENDENT
-) -> Callable[..., Callable[..., Any]]:
+) -> PieceCompiler:
     """Returns the compiler of a configured name; "auto" is Inductor on CUDA and eager elsewhere."""
     if callable(name):
         return name

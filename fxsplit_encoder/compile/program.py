@@ -83,7 +83,8 @@ class Bindings:
     def store(self, step: Step, result: Any) -> None:
         """Stores a step's results and drops the values that no later step reads."""
         slots = self.slots
-        for slot, value in zip(step.outputs, (result,) if step.returns_tensor else result, strict=False):
+        results = (result,) if isinstance(result, Tensor) else result
+        for slot, value in zip(step.outputs, results, strict=False):
             if slot >= 0:
                 slots[slot] = value
         for slot in step.frees:
@@ -171,7 +172,7 @@ class Program:
             args, kwargs = bindings.arguments(step)
             own = known.get(args[3].data_ptr()) if known and step.call is varlen_attention else None
             if own is None:
-                result = branches.placed(step)(*args, **kwargs)
+                result = branches.run(step, *args, **kwargs)
             else:
                 query, key, value, _, _, scale = args
                 result = own.attend(query, key, value, scale)
@@ -308,11 +309,6 @@ class BoundProgram:
         """The region, with the names of the forward's inputs."""
         named = {slot: name for slot, name in enumerate(self.names) if name is not None}
         return NamedRegion(self.program, named)
-
-    @cached_property
-    def placements(self) -> dict[str, tuple[torch.device, torch.dtype]]:
-        """Traced device and dtype of each input: a bound may stay on the host."""
-        return {name: (entry.device, entry.dtype) for name, entry in self.region.inputs.items()}
 
     def symbols(self, inputs: Mapping[str, Tensor]) -> dict[str, int]:
         """Returns the values of the trace's symbols for these inputs."""

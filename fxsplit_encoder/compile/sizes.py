@@ -5,7 +5,7 @@ A traced size is an int or a sympy expression, printed as Python once, so that e
 
 from __future__ import annotations
 
-import ast
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -63,6 +63,9 @@ class Size:
     def __repr__(self) -> str:
         return self.shown
 
+    def __reduce__(self) -> Any:
+        return Size, (self.shown, self.source, self.symbols)
+
 
 def symbol_of(size: int | torch.SymInt) -> str | None:
     """Returns the name of the symbol in a size, None for a constant; raises CompileError for several."""
@@ -103,66 +106,24 @@ def assumptions_of(inputs: Sequence[fx.Node]) -> list[sympy.Basic]:
     return Symbols(node.meta["val"] for node in inputs).assumptions
 
 
-_ARITHMETIC = (
-    *(ast.Expression, ast.Constant, ast.Name, ast.Load, ast.BinOp, ast.UnaryOp, ast.BoolOp, ast.Compare),
-    *(ast.operator, ast.unaryop, ast.boolop, ast.cmpop, ast.Call, ast.Attribute, ast.IfExp),
-)
-_OF_TORCH = frozenset(f"torch.sym_{name}" for name in ("float", "int", "max", "min", "not", "sum"))
-_FUNCTIONS = frozenset(("abs", "bool", "float", "int", "max", "min", "pow", "round"))
-
-
-def check_arithmetic(source: str, symbols: Sequence[str]) -> None:
-    """Raises ValueError unless a source is an expression of numbers, symbols, and functions of `math`."""
-    if not all(symbol.isidentifier() for symbol in symbols):
-        raise ValueError(f"symbols: expected names; got {list(symbols)}")
+def all_hold(conditions: Sequence[Size], values: SymbolValues) -> bool:
+    """Whether those conditions hold whose symbols have values."""
+    known = (condition for condition in conditions if set(condition.symbols) <= values.keys())
     try:
-        tree = ast.parse(source, mode="eval")
-    except SyntaxError as error:
-        raise ValueError(f"size: expected arithmetic; got {source!r}") from error
-    for node in ast.walk(tree):
-        known = isinstance(node, _ARITHMETIC)
-        if isinstance(node, ast.Attribute):
-            module = node.value.id if isinstance(node.value, ast.Name) else ""
-            known = (module == "math" and node.attr[0] != "_") or f"{module}.{node.attr}" in _OF_TORCH
-        elif isinstance(node, ast.Name):
-            known = node.id in symbols or node.id in (*_FUNCTIONS, "math", "torch")
-        elif isinstance(node, ast.Constant):
-            known = isinstance(node.value, int | float)
-        if not known:
-            raise ValueError(
-                f"size: expected arithmetic of {', '.join(symbols) or 'numbers'}; got {source!r}"
-            )
+        return all(bool(condition(values)) for condition in known)
+    except ZeroDivisionError:  # s % (s // 4) == 0, of fewer than four
+        return False
 
 
-@dataclass(frozen=True)
-class Guards:
-    """Bounds and conditions of a trace."""
-
-    bounds: Mapping[str, tuple[float, float]]
-    conditions: tuple[Size, ...]
-
-    def __call__(self, values: SymbolValues) -> bool:
-        """Whether the trace holds, by the guards on these symbols."""
-        bounds = ((value, *self.bounds[symbol]) for symbol, value in values.items() if symbol in self.bounds)
-        within = all(low <= value <= high for value, low, high in bounds)
-        known = (condition for condition in self.conditions if set(condition.symbols) <= values.keys())
-        try:
-            return within and all(bool(condition(values)) for condition in known)
-        except ZeroDivisionError:  # s % (s // 4) == 0, of fewer than four
-            return False
-
-
-def _number(bound: sympy.Basic) -> float:
-    return int(bound) if bound.is_Integer else math.copysign(math.inf, 1 if bool(bound > 0) else -1)
-
-
-def guards_of(inputs: Sequence[fx.Node], independent: str | None = None) -> Guards:
+def guards_of(inputs: Sequence[fx.Node], independent: str | None = None) -> Callable[[SymbolValues], bool]:
     """Returns the guards of a trace, from the inputs of the traced graph. Dynamo lets symbols begin at 2; the
     one that counts independent rows may be 1, since a run of one row is the first row of a run of two.
     """
     symbols = Symbols(node.meta["val"] for node in inputs)
-    bounds = {symbol: (_number(low), _number(high)) for symbol, (low, high) in symbols.ranges.items()}
-    if independent in bounds and bounds[independent][0] == 2:
-        bounds[independent] = (1, bounds[independent][1])
-    conditions = (Size.of(guard) for guard in symbols.guards if not guard.is_Boolean or guard.free_symbols)
-    return Guards(bounds, tuple(conditions))
+    conditions: list[Size] = []
+    for symbol, (low, high) in symbols.ranges.items():
+        least = sympy.S.One if symbol == independent and low == 2 else low
+        bounds = (f"{symbol} {sign} {end}" for sign, end in ((">=", least), ("<=", high)) if end.is_Integer)
+        conditions += [Size(bound, bound, (symbol,)) for bound in bounds]
+    guards = (guard for guard in symbols.guards if not guard.is_Boolean or guard.free_symbols)
+    return functools.partial(all_hold, (*conditions, *map(Size.of, guards)))

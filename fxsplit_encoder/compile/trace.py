@@ -21,7 +21,7 @@ from fxsplit_encoder.compile.blocks import BlockError, LiveWeights, equal_blocks
 from fxsplit_encoder.compile.build import build_program
 from fxsplit_encoder.compile.options import CompileOptions
 from fxsplit_encoder.compile.passes import expected_width
-from fxsplit_encoder.compile.pieces import compile_inductor, piece_compiler, start_compile_workers
+from fxsplit_encoder.compile.pieces import compile_inductor, piece_compiler
 from fxsplit_encoder.compile.program import BoundProgram, Program, bind
 from fxsplit_encoder.errors import CompileError, FxSplitError, UntraceableError
 from fxsplit_encoder.kernels import compile_jobs
@@ -83,7 +83,9 @@ def _workers(options: CompileOptions, inputs: Iterable[Any]) -> Iterator[None]:
     device = next((value.device for value in inputs if isinstance(value, torch.Tensor)), torch.device("cpu"))
     ahead.warm_up(device)  # first: to start Inductor's workers, this process imports Inductor
     if piece_compiler(options.piece_compiler, device) is compile_inductor:
-        start_compile_workers()
+        from fxsplit_encoder._torch import inductor
+
+        inductor.start_workers()
     try:
         with ahead.compiling_as_traced(device, lambda width: expected_width(width, options.passes, device)):
             yield

@@ -95,7 +95,7 @@ class EncoderPath(CapturedProgram):
         self.refusal: str | None = None
         """Why it does not compile, once that is known."""
         self._varying: dict[str, list[int]] | None = None
-        self.saved: Mapping[str, Any] | None = None
+        self.saved: str | None = None
         """The program that another process saved, which is restored rather than traced."""
         self.unused: dict[str, None] = {}
         """Inputs for which the tower gives None: captures are made without them."""
@@ -158,7 +158,8 @@ class EncoderPath(CapturedProgram):
         for name, value in values.items():
             if value is not None:
                 tensor = value if isinstance(value, torch.Tensor) else torch.cat(list(value))
-                device, dtype = program.placements.get(name, (self.device, tensor.dtype))
+                entry = program.region.inputs.get(name)  # a bound may stay on the host
+                device, dtype = (entry.device, entry.dtype) if entry else (self.device, tensor.dtype)
                 inputs[name] = to_device(tensor, device, dtype).contiguous()
         return inputs
 
@@ -312,7 +313,7 @@ class EncoderPath(CapturedProgram):
         self.groups = RowGroups()
         return why
 
-    def to_save(self) -> dict[str, Any]:
+    def to_save(self) -> str:
         """Returns the program for `saved` of another process; CompileError where it cannot be saved."""
         from fxsplit_encoder.compile.saved import save_program
 

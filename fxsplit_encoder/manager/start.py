@@ -85,8 +85,8 @@ class KnownTower:
     """See `tower_key`."""
     paths: Mapping[str, KnownCosts]
     """By the label of a path."""
-    programs: Mapping[str, dict[str, Any]] = field(default_factory=dict)
-    """The traced programs that can be saved, by the label of a path."""
+    programs: Mapping[str, str] = field(default_factory=dict)
+    """The traced programs that can be saved, pickled, by the label of a path."""
 
 
 _KNOWN_TOWER = TypeAdapter(KnownTower)
@@ -102,7 +102,7 @@ def save_start(
     labels of paths, why compiled programs are not in it. InputError: it cannot be written.
     """
     paths = generation.paths_by_key.values()
-    programs: dict[str, dict[str, Any]] = {}
+    programs: dict[str, str] = {}
     unsaved: dict[str, str] = {}
     for each in paths:
         if each.program is None:  # it is captured as it is

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fxsplit_encoder.compile.derived import DerivedParameter, DerivedParameters
+from fxsplit_encoder.compile.derived import DerivedParameters, Recipe
 
 
 class FoldedTable(nn.Module):
@@ -81,12 +81,13 @@ class FoldedTables:
         """Has the next `refresh` compute all tables again."""
         self._derived.outdate()
 
-    def _recipes(self) -> Iterable[DerivedParameter]:
-        slot = len(self._tables)
-        for source, (_, table) in enumerate(self._tables):
-            for side in table.sides:
-                yield DerivedParameter(slot, (source,), functools.partial(_table, table.compute, side))
-                slot += 1
+    def _recipes(self) -> dict[int, Recipe]:
+        recipes = (
+            Recipe(functools.partial(_table, table.compute, side), (source,))
+            for source, (_, table) in enumerate(self._tables)
+            for side in table.sides
+        )
+        return dict(enumerate(recipes, start=len(self._tables)))
 
 
 def _table(compute: Callable[[Tensor, int], Tensor], side: int, parameter: Tensor) -> Tensor:

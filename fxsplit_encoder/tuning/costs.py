@@ -15,13 +15,12 @@ from fxsplit_encoder.planning.costs import (
     REPLAY_LAUNCH_TOKENS,
     CostCurve,
     PathCosts,
-    Points,
 )
 
 
 def rising(costs: Mapping[int, float]) -> CostCurve:
-    """The curve through costs by output tokens, at least one, that never falls: a point below an earlier one
-    is noise, and raised to it.
+    """The curve through costs by positive numbers of output tokens that never falls: a point below an earlier
+    one is noise, and raised to it.
     """
     tokens = sorted(costs)
     highest = itertools.accumulate((costs[count] for count in tokens), max)
@@ -30,7 +29,7 @@ def rising(costs: Mapping[int, float]) -> CostCurve:
 
 def linear(fixed: float) -> CostCurve:
     """A fixed cost and one for every token."""
-    return CostCurve(((0, fixed), (1, fixed + 1)))
+    return CostCurve(((1, fixed + 1), (2, fixed + 2)))
 
 
 @dataclass(frozen=True)
@@ -56,12 +55,4 @@ class BatchCosts:
 
     def of_ladder(self, budgets: Sequence[int]) -> PathCosts:
         """The costs that the manager would find for a path with these budgets."""
-        return PathCosts({b: self.replay.at(b) for b in budgets}, exact=_from_one_token(self.exact))
-
-
-def _from_one_token(curve: CostCurve) -> Points:
-    """Points with the same costs at every positive number of tokens, and none at zero."""
-    if curve.points[0][0] > 0:
-        return curve.points
-    later = tuple(point for point in curve.points if point[0] > 1)
-    return ((1, curve.at(1)), *(later or ((2, curve.at(2)),)))
+        return PathCosts({b: self.replay.at(b) for b in budgets}, exact=self.exact.points)

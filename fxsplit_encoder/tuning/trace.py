@@ -29,7 +29,7 @@ Request = tuple[Item, ...]
 
 _Count = Annotated[int, Field(strict=True, ge=0)]
 _Times = Annotated[
-    dict[Annotated[int, Field(ge=0)], Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]],
+    dict[Annotated[int, Field(gt=0)], Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]],
     Field(min_length=1),
 ]
 

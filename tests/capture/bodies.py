@@ -23,12 +23,12 @@ CPU = torch.device("cpu")
 
 def piece(call: Callable[..., Any], args: Sequence[Any] = (), outputs: tuple[int, ...] = ()) -> Step:
     """A piece; `call` returns a sequence."""
-    return Step("piece", "piece", call, tuple(args), {}, outputs, returns_tensor=False)
+    return Step("piece", "piece", call, tuple(args), {}, outputs)
 
 
 def split(call: Callable[..., Any], args: Sequence[Any] = (), output: int = -1, **kwargs: Any) -> Step:
     """A splitting op, which returns one value."""
-    return Step("split", "split", call, tuple(args), kwargs, (output,), returns_tensor=True)
+    return Step("split", "split", call, tuple(args), kwargs, (output,))
 
 
 def body_of(steps: Sequence[Step], outputs: Sequence[int]) -> ProgramBody:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fxsplit_encoder.compile.derived import DerivedParameter, DerivedParameters
+from fxsplit_encoder.compile.derived import DerivedParameters, Recipe
 
 from ..instructions import instructions
 
@@ -19,10 +19,7 @@ def total(one: Tensor, other: Tensor) -> Tensor:
     return one + other
 
 
-RECIPES = (
-    DerivedParameter(3, (0,), functools.partial(scaled, factor=2.0)),
-    DerivedParameter(4, (3, 1), total),
-)
+RECIPES = {3: Recipe(functools.partial(scaled, factor=2.0), (0,)), 4: Recipe(total, (3, 1))}
 
 
 @pytest.fixture
@@ -45,27 +42,25 @@ def test_what_only_others_are_derived_from_is_not_kept(parameters: list[Any]) ->
         made.append(factor)
         return tensor * factor
 
-    recipes = (
-        DerivedParameter(5, (0,), functools.partial(noted, factor=2.0), is_kept=False),
-        DerivedParameter(6, (1,), functools.partial(noted, factor=3.0), is_kept=False),
-        DerivedParameter(7, (0,), functools.partial(noted, factor=4.0), is_kept=False),
-        DerivedParameter(3, (1, 6), total),
-        DerivedParameter(4, (5, 5), total),
-        DerivedParameter(8, (5,), functools.partial(noted, factor=5.0)),
-    )
+    doubled = Recipe(functools.partial(noted, factor=2.0), (0,))
+    tripled = Recipe(functools.partial(noted, factor=3.0), (1,))
+    recipes = {
+        3: Recipe(total, (1, tripled)),
+        4: Recipe(total, (doubled, 0)),
+        8: Recipe(functools.partial(noted, factor=5.0), (doubled,)),
+    }
     slots = [*parameters, *[None] * 4]
     derived = DerivedParameters(recipes)
     for offset in (0, 1):
-        for _ in range(3):  # nothing is computed twice
+        for _ in range(3):  # of the same parameters once
             derived.fill(list(slots))
             derived.refresh()
         derived.fill(slots)
         assert [slot is None for slot in slots] == [False, False, True, False, False, True, True, True, False]
-        for slot, value in ((3, 40.0), (4, 4.0 + 4 * offset), (8, 10.0 + 10 * offset)):
+        for slot, value in ((3, 40.0), (4, 3.0 + 3 * offset), (8, 10.0 + 10 * offset)):
             assert torch.equal(slots[slot], torch.full((2, 3), value))
         assert derived.num_bytes == 3 * 6 * 4
-        # Each beside what reads it, and none that nothing reads.
-        assert made == [3.0, 2.0, 5.0] * (offset + 1)
+        assert made == [3.0, 2.0, 2.0, 5.0] * (offset + 1)
         parameters[0].add_(1)
 
 
@@ -97,7 +92,7 @@ def test_what_could_not_be_computed_is_computed_by_the_next_run(parameters: list
             raise torch.OutOfMemoryError("none left")
         return tensor * 2
 
-    derived = DerivedParameters([DerivedParameter(3, (0,), make)])
+    derived = DerivedParameters({3: Recipe(make, (0,))})
     derived.fill(parameters)
     parameters[0] = torch.full((2, 3), 7.0)  # elsewhere, and of the same version
     has_memory = False
@@ -159,7 +154,7 @@ def test_a_write_without_a_version_is_followed_and_said_once(
 
 def test_what_is_outdated_is_computed_by_the_next_run(parameters: list[Any]) -> None:
     made: list[None] = []
-    derived = DerivedParameters([DerivedParameter(3, (0,), lambda tensor: made.append(None) or tensor * 2)])
+    derived = DerivedParameters({3: Recipe(lambda tensor: made.append(None) or tensor * 2, (0,))})
     derived.fill(parameters)
     derived.outdate()
     for _ in range(2):
@@ -176,8 +171,7 @@ def test_looking_runs_no_python_for_each_parameter() -> None:
 
 
 def _derived_parameters(count: int) -> DerivedParameters:
-    recipes = [DerivedParameter(count + n, (n,), torch.clone) for n in range(count)]
-    derived = DerivedParameters(recipes)
+    derived = DerivedParameters({count + n: Recipe(torch.clone, (n,)) for n in range(count)})
     derived.fill([torch.ones(1) for _ in range(count)] + [None] * count)
     return derived
 

@@ -18,8 +18,8 @@ from fxsplit_encoder.compile.layouts import choice_of_layouts
 from fxsplit_encoder.compile.pieces import (
     PIECE_COMPILERS,
     Piece,
-    PieceCache,
     compile_eager,
+    compile_piece,
     piece_compiler,
 )
 
@@ -110,7 +110,7 @@ def test_inputs_that_share_a_traced_value_are_told_apart() -> None:
     x, y = a.placeholder("x"), b.placeholder("y")
     x.meta["val"] = y.meta["val"] = value  # as those of nodes in copies of one block
     node = result.call_function(torch.ops.aten.sub.Tensor, (x, y))
-    compiled = PieceCache(PIECE_COMPILERS["aot_eager"]).get(Piece((node,), (x, y), (node,)))[1]
+    compiled = compile_piece(Piece((node,), (x, y), (node,)), PIECE_COMPILERS["aot_eager"])
     first, second = torch.randn(4, 8), torch.randn(4, 8)
     torch.testing.assert_close(compiled(first, second)[0], first - second)
 

@@ -24,7 +24,7 @@ def test_freeing_releases_the_memory() -> None:
     def watch(step: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
             result = step.call(*args, **kwargs)
-            made.extend(map(weakref.ref, (result,) if step.returns_tensor else result))
+            made.extend(map(weakref.ref, (result,) if isinstance(result, Tensor) else result))
             return result
 
         return replace(step, call=call)

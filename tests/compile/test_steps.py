@@ -26,7 +26,7 @@ def programs(draw: st.DrawFn) -> list[Step]:
         reads = draw(st.lists(st.integers(0, number), unique=True, max_size=3))
         beside = draw(st.booleans())
         args = tuple(map(Ref, reads))
-        steps.append(Step("piece", str(number), print, args, {}, (number + 1,), False, beside=beside))
+        steps.append(Step("piece", str(number), print, args, {}, (number + 1,), beside=beside))
     return steps
 
 
@@ -76,21 +76,21 @@ def step(name: str, cuda: FakeCuda, **marks: bool) -> Step:
         cuda.events.append(f"{name} on {cuda.current.name}")
         return (name, args, kwargs)
 
-    return Step("piece", name, call, (), {}, (), False, **marks)
+    return Step("piece", name, call, (), {}, (), **marks)
 
 
 def test_steps_are_placed_as_they_are_marked(cuda: FakeCuda) -> None:
-    run = StepBranches(GPU)
-    assert run.placed(step("first", cuda))(1, a=2) == ("first", (1,), {"a": 2})
-    assert run.placed(step("aside", cuda, beside=True))(3, b=4) == ("aside", (3,), {"b": 4})
-    run.placed(step("next", cuda))()
-    run.placed(step("aside 2", cuda, beside=True))()
-    assert run.placed(step("reads", cuda, joins=True))(5, c=6) == ("reads", (5,), {"c": 6})
-    run.placed(step("reads again", cuda, joins=True))()
-    run.join()
-    run.placed(step("aside 3", cuda, beside=True))()
-    run.join()
-    run.join()
+    branches = StepBranches(GPU)
+    assert branches.run(step("first", cuda), 1, a=2) == ("first", (1,), {"a": 2})
+    assert branches.run(step("aside", cuda, beside=True), 3, b=4) == ("aside", (3,), {"b": 4})
+    branches.run(step("next", cuda))
+    branches.run(step("aside 2", cuda, beside=True))
+    assert branches.run(step("reads", cuda, joins=True), 5, c=6) == ("reads", (5,), {"c": 6})
+    branches.run(step("reads again", cuda, joins=True))
+    branches.join()
+    branches.run(step("aside 3", cuda, beside=True))
+    branches.join()
+    branches.join()
     assert cuda.events == [
         *("first on stream", "steps waits for stream", "aside on steps"),
         *("next on stream", "steps waits for stream", "aside 2 on steps"),
@@ -101,8 +101,8 @@ def test_steps_are_placed_as_they_are_marked(cuda: FakeCuda) -> None:
 
 @pytest.mark.parametrize(("device", "active"), [(GPU, False), (CPU, True)], ids=["between graphs", "CPU"])
 def test_elsewhere_every_step_runs_in_order(device: torch.device, active: bool, cuda: FakeCuda) -> None:
-    run = StepBranches(device, active=active)
+    branches = StepBranches(device, active=active)
     for each in (step("aside", cuda, beside=True), step("reads", cuda, joins=True)):
-        run.placed(each)()
-    run.join()
+        branches.run(each)
+    branches.join()
     assert cuda.events == ["aside on stream", "reads on stream"]

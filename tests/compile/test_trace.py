@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fxsplit_encoder.compile import trace
+from fxsplit_encoder._torch import inductor
 from fxsplit_encoder.compile.options import CompileOptions
 from fxsplit_encoder.compile.program import BoundProgram
 from fxsplit_encoder.errors import CompileError
@@ -129,7 +129,7 @@ def test_inductors_workers_start_before_the_forward_is_traced(
     piece_compiler: str, starts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started: list[str] = []
-    monkeypatch.setattr(trace, "start_compile_workers", lambda: started.append("workers"))
+    monkeypatch.setattr(inductor, "start_workers", lambda: started.append("workers"))
 
     def untraceable(inputs: Mapping[str, Tensor]) -> Tensor:
         torch._dynamo.graph_break()

@@ -85,12 +85,12 @@ def test_every_pass_changes_the_tower(captured: Any) -> None:
         "folded_adapters": 0,
         "conv_to_linear": 1,
         "pad_mlp_width": 4,
-        "gelu_epilogue": 2,
         "decomposed_bias": 0,
         "dense_attention": 0,
         "merged_projections": 0,
         "wide_heads": 2,
         "measured_activations": 4,
+        "gelu_epilogue": 0,  # which that leaves none
         "output_branch": 1,
     }
     assert len(program.derived.recipes) == 3 * (4 + 2)  # of layers that are padded, and of wider heads

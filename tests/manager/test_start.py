@@ -210,7 +210,7 @@ def test_a_program_that_gives_other_results_is_traced(
     first.compile()
     program = first.programs["default"]
     pieces = {str(step.distinct): step.call for step in program.program.pieces}
-    monkeypatch.setattr(saved, "_piece_keys", lambda program: [(key, "") for key in pieces])
+    monkeypatch.setattr(saved, "_key_of", lambda step: (str(step.distinct), ""))
     monkeypatch.setattr(
         saved,
         "_load_piece",

@@ -41,7 +41,6 @@ from fxsplit_encoder.compile.padding.states import (
     SHARED,
     Mixed,
     NodeView,
-    NotProvedError,
     Rows,
     State,
     TokenSizes,
@@ -186,9 +185,9 @@ class Analysis:
                 continue
             try:
                 self.check_extents(node.meta["val"], self.states[node])
-            except NotProvedError as error:
-                self.states[node] = Mixed(str(error))
-                yield node.name, str(error)
+            except Mixed as mixed:
+                self.states[node] = mixed.with_traceback(None)
+                yield node.name, str(mixed)
 
     def visit_all(self, nodes: Sequence[fx.Node]) -> Iterable[tuple[str, str]]:
         """Gives every node a state; yields those that mix rows themselves, and why."""
@@ -203,56 +202,52 @@ class Analysis:
             try:
                 state = self.state_of(node, inputs)
                 if isinstance(state, Mixed):  # one of several results
-                    raise NotProvedError(state.reason)
+                    raise state
                 self.check_extents(node.meta.get("val"), state)
                 self.states[node] = state
-            except NotProvedError as error:
-                self.states[node] = Mixed(str(error))
-                yield node.name, str(error)
+            except Mixed as mixed:
+                self.states[node] = mixed.with_traceback(None)
+                yield node.name, str(mixed)
 
     def state_of(self, node: fx.Node, inputs: Sequence[State]) -> State:
-        """Returns the state of a node; raises NotProvedError where it mixes rows."""
+        """Returns the state of a node; raises Mixed where it mixes rows."""
         name = operation(node)
         if name == "getitem":
             source, index = node.args
             state = self.states[source]  # type: ignore[index]
             return state[index] if isinstance(state, list) else state  # type: ignore[index]
         if name not in DENSE_ATTENTIONS and draws_random_numbers(node):
-            raise NotProvedError(f"{name} draws random numbers, whose order depends on the token count")
+            raise Mixed(f"{name} draws random numbers, whose order depends on the token count")
         if SEGMENTS in inputs and name not in ATTENTIONS:
-            raise NotProvedError(f"{name} reads the segments' cumulative lengths; only attention may")
+            raise Mixed(f"{name} reads the segments' cumulative lengths; only attention may")
         takes_rows = any(isinstance(s, Rows | list) for s in inputs)
         is_sized = name in SIZED or (takes_rows and name in SIZED_WITH_ROWS)
         if not is_sized and reads_token_count(node, self.sizes):
-            raise NotProvedError(f"{name} computes with the token count or the number of segments")
+            raise Mixed(f"{name} computes with the token count or the number of segments")
         if not takes_rows and name not in CONSTRUCTORS | COPIES:
             return SHARED
         rule = RULES.get(name) or (pointwise if is_pointwise(node) else None)
         if rule is None:
-            raise NotProvedError(f"no padding rule for {name}")
+            raise Mixed(f"no padding rule for {name}")
         return rule(NodeView(node, self.states, self.seeds, self.sizes))
 
     def check_extents(self, value: Any, state: State) -> None:
-        """Raises NotProvedError if padding changes a size outside of the token dimension."""
+        """Raises Mixed if padding changes a size outside of the token dimension."""
         values = value if isinstance(value, list | tuple) else [value]
         states = state if isinstance(state, list) else [state] * len(values)
         if len(states) != len(values):
-            raise NotProvedError("it has another number of results than its rule knows")
+            raise Mixed("it has another number of results than its rule knows")
         for tensor, tensor_state in zip(values, states, strict=True):
             if not isinstance(tensor, torch.Tensor):
                 continue
             rows = tensor_state.dim if isinstance(tensor_state, Rows) else None
             if rows is not None and rows >= tensor.dim():
-                raise NotProvedError(f"one of its results, {tuple(tensor.shape)}, does not count tokens")
+                raise Mixed(f"one of its results, {tuple(tensor.shape)}, does not count tokens")
             for dim, expr in enumerate(shape_exprs(tensor)):
                 if dim == rows and not self.sizes.counts_rows(expr):
-                    raise NotProvedError(
-                        f"dimension {dim} of {tuple(tensor.shape)} does not count tokens any more"
-                    )
+                    raise Mixed(f"dimension {dim} of {tuple(tensor.shape)} does not count tokens any more")
                 if dim != rows and self.sizes.varies(expr):
-                    raise NotProvedError(
-                        f"dimension {dim} of {tuple(tensor.shape)} changes with the padding too"
-                    )
+                    raise Mixed(f"dimension {dim} of {tuple(tensor.shape)} changes with the padding too")
 
     def _other_rows(self, node: fx.Node) -> str:
         if operation(node) == "varlen_attention":

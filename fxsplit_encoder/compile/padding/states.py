@@ -21,8 +21,8 @@ from fxsplit_encoder.compile.sizes import shape_exprs
 _GROUPS = sympy.Symbol("groups", integer=True, positive=True)
 
 
-class NotProvedError(Exception):
-    """A rule cannot tell whether rows stay apart; the analysis turns it into `Mixed`."""
+class Mixed(Exception):
+    """Real entries may depend on pad rows, and why: a state, which rules raise."""
 
 
 def symbols_of(expr: sympy.Expr) -> set[str]:
@@ -58,19 +58,19 @@ class TokenSizes:
         return self.token_symbol in symbols or not self.segment_symbols.isdisjoint(symbols)
 
     def _varies(self, expr: sympy.Basic) -> bool:
-        """Whether padding changes a size (not `s // (s // 4)`); raises NotProvedError if undecided."""
+        """Whether padding changes a size (not `s // (s // 4)`); raises Mixed if undecided."""
         if not self.mentions_padding(expr):
             return False
         if not isinstance(expr, sympy.Expr):
-            raise NotProvedError(f"{expr} depends on the token count")
+            raise Mixed(f"{expr} depends on the token count")
         normal = self._normal_form(expr)
         if normal.has(_GROUPS) and not normal.is_polynomial(_GROUPS):
-            raise NotProvedError(f"the size {expr} follows the token count in no way that is known")
+            raise Mixed(f"the size {expr} follows the token count in no way that is known")
         return self.mentions_padding(normal) or bool(normal.has(_GROUPS))
 
     def _counts_rows(self, expr: sympy.Expr) -> bool:
         """Whether more tokens append entries: the size grows with them and depends on no number of segments;
-        raises NotProvedError if undecided.
+        raises Mixed if undecided.
         """
         if not self.varies(expr) or not self.segment_symbols.isdisjoint(symbols_of(expr)):
             return False
@@ -133,13 +133,6 @@ class Rows:
 
 
 @dataclass(frozen=True, slots=True)
-class Mixed:
-    """Real entries may depend on pad rows, and why."""
-
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
 class _Named:
     name: str
 
@@ -183,14 +176,14 @@ class NodeView:
         """Returns the rows of an argument, which must have some; perhaps in several blocks."""
         state = self.state(self.arg(position))
         if not isinstance(state, Rows):
-            raise NotProvedError(f"{self.name} takes rows where none were expected (argument {position})")
+            raise Mixed(f"{self.name} takes rows where none were expected (argument {position})")
         return state
 
     def rows(self, position: int = 0) -> int:
         """Returns the token dimension of an argument, which must have one, in one block."""
         rows = self.rows_of(position)
         if rows.blocks != 1:
-            raise NotProvedError(f"{self.name} takes tokens that are joined with an outer dimension")
+            raise Mixed(f"{self.name} takes tokens that are joined with an outer dimension")
         return rows.dim
 
     def rank(self, position: int = 0) -> int:
@@ -229,19 +222,19 @@ class NodeView:
         return next((dim for dim, size in sizes if self.sizes.varies(size)), None)
 
     def require_shared(self, *positions: int) -> None:
-        """Raises NotProvedError if one of these arguments depends on the tokens."""
+        """Raises Mixed if one of these arguments depends on the tokens."""
         for position in positions:
             argument = self.arg(position)
             if argument is not None and self.state(argument) is not SHARED:
-                raise NotProvedError(f"argument {position} of {self.name} depends on the tokens")
+                raise Mixed(f"argument {position} of {self.name} depends on the tokens")
 
-    def fail(self, why: str) -> NotProvedError:
+    def fail(self, why: str) -> Mixed:
         """Returns an error that names this operation."""
-        return NotProvedError(f"{self.name} {why}")
+        return Mixed(f"{self.name} {why}")
 
 
 Rule = Callable[[NodeView], State]
-"""The state of a node's result, given those of its arguments; raises NotProvedError where rows are mixed."""
+"""The state of a node's result, given those of its arguments; raises Mixed where rows are mixed."""
 
 _OUR_ATTENTIONS = ("varlen_attention", "dense_attention")
 

@@ -36,8 +36,9 @@ PASSES: Mapping[str, Pass] = {
     # Heads are made wider in the layer that there is then.
     "merged_projections": merged_projections,
     "wide_heads": wide_heads,
-    "gelu_epilogue": gelu_epilogue,
     "measured_activations": measured_activations,
+    # It fuses the activations that the one before leaves.
+    "gelu_epilogue": gelu_epilogue,
     # It marks the nodes that the others leave.
     "output_branch": output_branch,
 }

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -13,12 +12,9 @@ from torch import Tensor, fx
 
 from fxsplit_encoder._torch.dispatch import addmm_activation, define_op
 from fxsplit_encoder.compile.passes.layers import Linear, are_same_rows, layer_before
-from fxsplit_encoder.compile.passes.pad_mlp_width import pad_rows
 from fxsplit_encoder.compile.rewriting import (
     at_every_node,
-    derivation,
     derived_parameter,
-    is_parameter,
     replace_by_call,
 )
 from fxsplit_encoder.compile.sizes import shape_exprs
@@ -52,15 +48,23 @@ def gelu_epilogue(node: fx.Node) -> bool:
     Exact: cuBLAS's epilogue is the tanh form too, and is applied before the result is rounded to 16 bits. On
     a CPU the operation is the two that it replaces.
     """
-    is_tanh = node.target is aten.gelu.default and node.kwargs.get("approximate") == "tanh"
-    layer = layer_before(node.args[0]) if is_tanh else None
-    if layer is None or layer.bias is None:
-        return False
-    replace_by_call(layer.node, addmm_gelu, *layer.node.args)
-    reshaped: Any = node.args[0]
-    node.replace_all_uses_with(reshaped)
-    node.graph.erase_node(node)
-    return True
+    layer = _layer_of_gelu(node) if node.kwargs.get("approximate") == "tanh" else None
+    if layer is not None:
+        _fuse(layer, node, node, addmm_gelu, *layer.node.args)
+    return layer is not None
+
+
+def _layer_of_gelu(node: fx.Node) -> Linear | None:
+    """Returns the layer with a bias whose result only this GELU reads; None: there is none."""
+    layer = layer_before(node.args[0]) if node.target is aten.gelu.default else None
+    return None if layer is None or layer.bias is None else layer
+
+
+def _fuse(layer: Linear, activation: fx.Node, result: fx.Node, target: Any, *args: Any) -> None:
+    """Makes a call of a layer, which gives what `activation` makes of its output, or `result` of that."""
+    replace_by_call(layer.node, target, *args)
+    reshaped: Any = activation.args[0]
+    result.replace_all_uses_with(reshaped)
 
 
 # On CUDA there is nothing to choose from for others, and Inductor adds their bias in the kernel after them.
@@ -76,44 +80,19 @@ def measured_activations(node: fx.Node) -> bool:
     error is more than a twentieth above that of torch's product and activation. The weights of a pair are
     kept as one, row by row in turn.
     """
-    if node.target is addmm_gelu:
-        return _replace_epilogue(node)
-    if node.target is aten.gelu.default:
-        return _replace_gelu(node)
-    return node.target is aten.mul.Tensor and _replace_swiglu(node)
-
-
-def _replace_epilogue(node: fx.Node) -> bool:
-    bias, rows, matrix = node.args
-    if not isinstance(matrix, fx.Node) or matrix.target is not aten.t.default:
-        return False
-    if not is_parameter(matrix.args[0]) or not _has_choice(node):
-        return False
-    replace_by_call(node, linear, rows, matrix.args[0], bias, "gelu_tanh")
-    return True
-
-
-def _replace_gelu(node: fx.Node) -> bool:
-    layer = layer_before(node.args[0])
-    if layer is None or layer.bias is None or not _has_choice(layer.node):
-        return False
-    activation = "gelu_tanh" if node.kwargs.get("approximate") == "tanh" else "gelu"
-    replace_by_call(layer.node, linear, layer.rows, layer.weight, layer.bias, activation)
-    reshaped: Any = node.args[0]
-    node.replace_all_uses_with(reshaped)
-    return True
-
-
-def _replace_swiglu(node: fx.Node) -> bool:
-    found = _gate_and_up(node)
+    layer = _layer_of_gelu(node)
+    if layer is not None and _has_choice(layer.node):
+        activation = "gelu_tanh" if node.kwargs.get("approximate") == "tanh" else "gelu"
+        _fuse(layer, node, node, linear, layer.rows, layer.weight, layer.bias, activation)
+        return True
+    found = _gate_and_up(node) if node.target is aten.mul.Tensor else None
     if found is None:
         return False
     silu, gate, up = found
-    weight = _in_turn(gate.weight, up.weight)
-    bias = None if gate.bias is None or up.bias is None else _in_turn(gate.bias, up.bias)
-    replace_by_call(gate.node, linear, gate.rows, weight, bias, "swiglu")
-    gated: Any = silu.args[0]  # through reshapes, what has taken the gate's place
-    node.replace_all_uses_with(gated)
+    weight, bias = derived_parameter(node.graph, interleaved, gate.weight, up.weight), None
+    if gate.bias is not None and up.bias is not None:
+        bias = derived_parameter(node.graph, interleaved, gate.bias, up.bias)
+    _fuse(gate, silu, node, linear, gate.rows, weight, bias, "swiglu")
     return True
 
 
@@ -131,23 +110,6 @@ def _gate_and_up(node: fx.Node) -> tuple[fx.Node, Linear, Linear] | None:
     sizes = {shape_exprs(each.weight.meta["val"]) for each in (gate, up)}
     fits = are_same_rows(gate.rows, up.rows) and (gate.bias is None) == (up.bias is None)
     return (silu, gate, up) if fits and len(shapes) == len(sizes) == 1 else None
-
-
-def _in_turn(gate: fx.Node, up: fx.Node) -> fx.Node:
-    """Returns the rows of two parameters in turn; of padded ones their sources are padded here."""
-    rows = gate.meta["val"].shape[0]
-    sources = [_unpadded(each) for each in (gate, up)]
-    return derived_parameter(gate.graph, functools.partial(interleaved, rows=rows), *sources)
-
-
-def _unpadded(parameter: fx.Node) -> fx.Node:
-    found = derivation(parameter)
-    if found is None:
-        return parameter
-    make, sources = found
-    if isinstance(make, functools.partial) and make.func is pad_rows and make.keywords["parts"] == 1:
-        return sources[0]
-    return parameter
 
 
 def _has_choice(node: fx.Node) -> bool:

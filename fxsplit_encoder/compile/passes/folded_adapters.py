@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxsplit_encoder.compile.passes.layers import Linear, is_reshape, layer_before
+from fxsplit_encoder.compile.passes.layers import Linear, are_same_rows, is_reshape, layer_before
 from fxsplit_encoder.compile.rewriting import at_every_node, call_function, derived_parameter
 from fxsplit_encoder.compile.sizes import shape_exprs
 
@@ -83,20 +83,8 @@ def _fit(node: fx.Node, base: Linear, down: Linear, up: Linear) -> bool:
     summed = {shape_exprs(each.meta["val"]) for each in (node, *node.all_input_nodes)}
     widths = (down.in_features, down.out_features, up.out_features)
     expected = (base.in_features, up.in_features, base.out_features)
-    return len(summed) == 1 and widths == expected and _are_same(down.rows, base.rows)
+    return len(summed) == 1 and widths == expected and are_same_rows(down.rows, base.rows, _passes_on)
 
 
 def _passes_on(node: fx.Node) -> bool:
     return is_reshape(node) or node.target in (aten._to_copy.default, aten.clone.default)
-
-
-def _are_same(rows: fx.Node, others: fx.Node) -> bool:
-    """Whether two layers read the same rows, perhaps in other dtypes."""
-    if shape_exprs(rows.meta["val"]) != shape_exprs(others.meta["val"]):
-        return False
-    sources: list[Any] = [rows, others]
-    for number, source in enumerate(sources):
-        while _passes_on(source):
-            source = source.args[0]
-        sources[number] = source
-    return sources[0] is sources[1]

@@ -126,12 +126,14 @@ def layer_before(result: Any, is_passed: Callable[[fx.Node], bool] = is_reshape)
     return None
 
 
-def are_same_rows(rows: fx.Node, others: fx.Node) -> bool:
+def are_same_rows(rows: fx.Node, others: fx.Node, is_passed: Callable[[fx.Node], bool] = is_reshape) -> bool:
     """Whether two layers read the same rows, perhaps through reshapes."""
-    if rows is others:
-        return True
+
+    def source(node: Any) -> Any:
+        return source(node.args[0]) if is_passed(node) else node
+
     shapes = {shape_exprs(each.meta["val"]) for each in (rows, others)}
-    return is_reshape(rows) and is_reshape(others) and rows.args[0] is others.args[0] and len(shapes) == 1
+    return len(shapes) == 1 and source(rows) is source(others)
 
 
 def keeps_features(node: fx.Node) -> bool:

@@ -20,13 +20,10 @@ def output_branch(module: fx.GraphModule) -> int:
     the blocks after it where there are streams, and is waited for where it is read.
     """
     cuts = cuts_after_host_ops(module)
-    needed: set[fx.Node] = set()
-    waiting = list(cuts)
-    while waiting:
-        node = waiting.pop()
-        if node not in needed:
-            needed.add(node)
-            waiting += node.all_input_nodes
+    needed = set(cuts)
+    for node in reversed(module.graph.nodes):
+        if node in needed:
+            needed.update(node.all_input_nodes)
     aside: list[list[fx.Node]] = []
     for node in module.graph.nodes:
         if node in cuts:

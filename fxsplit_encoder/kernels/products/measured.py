@@ -65,11 +65,9 @@ class ProductShape(CallShape):
         )
 
 
-def interleaved(gate: Tensor, up: Tensor, *, rows: int = 0) -> Tensor:
-    """Returns the weight or bias of both layers as one: gate, up, gate, up; each zero-padded to `rows`."""
-    missing = max(0, rows - gate.shape[0])
-    padding = [0, 0] * (gate.dim() - 1) + [0, missing]
-    return torch.stack((F.pad(gate, padding), F.pad(up, padding)), dim=1).flatten(0, 1)
+def interleaved(gate: Tensor, up: Tensor) -> Tensor:
+    """Returns the weight or bias of both layers as one, row by row in turn: gate, up, gate, up."""
+    return torch.stack((gate, up), dim=1).flatten(0, 1)
 
 
 def activate(values: Tensor, activation: str) -> Tensor:

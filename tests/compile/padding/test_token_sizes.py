@@ -4,7 +4,7 @@ import pytest
 import sympy
 from torch.utils._sympy.functions import FloorDiv, Max, Mod, PythonMod
 
-from fxsplit_encoder.compile.padding.states import NotProvedError, TokenSizes
+from fxsplit_encoder.compile.padding.states import Mixed, TokenSizes
 
 S = sympy.Symbol("s0", integer=True, positive=True)
 T = sympy.Symbol("s1", integer=True, positive=True)
@@ -74,7 +74,7 @@ def test_whether_padding_changes_a_size_and_appends_rows(
     "size", [FloorDiv(S, 5000) + 1, FloorDiv(S, 8), Mod(S, 3), Max(7, S), FloorDiv(100, S)]
 )
 def test_a_size_that_is_no_polynomial_is_undecided(size: sympy.Expr) -> None:
-    with pytest.raises(NotProvedError, match="in no way that is known"):
+    with pytest.raises(Mixed, match="in no way that is known"):
         sizes(BY_4).varies(size)
 
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fxsplit_encoder.compile.passes.activations import gelu_epilogue, measured_activations
+from fxsplit_encoder.compile.passes.activations import measured_activations
 from fxsplit_encoder.compile.passes.pad_mlp_width import pad_mlp_width
 from fxsplit_encoder.kernels.products.measured import linear
 
@@ -23,14 +23,11 @@ def activations(graph: Graph) -> list[Any]:
 
 @pytest.mark.parametrize(("function", "name"), [(F.gelu, "gelu"), (tanh_gelu, "gelu_tanh")])
 @pytest.mark.parametrize("shape", [(7, 12), (3, 5, 12)], ids=str)
-@pytest.mark.parametrize("has_epilogue", [False, True])
 def test_a_gelu_joins_its_layer(
-    has_epilogue: bool, shape: tuple[int, ...], function: Callable[[Tensor], Tensor], name: str
+    shape: tuple[int, ...], function: Callable[[Tensor], Tensor], name: str
 ) -> None:
     module, x = Mlp(function), torch.randn(shape)
     graph = aten_graph(module, x)
-    if has_epilogue:
-        graph.apply(gelu_epilogue)
     assert graph.apply(measured_activations) == 1
     assert activations(graph) == [name]
     assert graph.count(aten.gelu.default) == 0 and graph.count(aten.addmm.default) == 1
