@@ -164,6 +164,8 @@ class CapturedForward:
         self.outputs: list[Any] = []
         self.output_addresses: list[int] = []
         self.num_bytes = 0
+        self.for_one_segment: CapturedForward | None = None
+        """A full graph for batches of one segment, which is released with this one."""
         self.must_be_full = False
         """Whether batches may leave only segments to padding."""
         self._weights: object = None
@@ -407,6 +409,8 @@ class CapturedForward:
 
     def release(self) -> None:
         """Drops graphs and outputs; their memory returns to the pool."""
+        if self.for_one_segment is not None:
+            self.for_one_segment.release()
         self.capture.release()
         self.outputs = []
         self.output_addresses = []

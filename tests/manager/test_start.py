@@ -23,7 +23,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fxsplit_encoder as fx
-from fxsplit_encoder.capture.ladder import KnownBudget, MeasuredCosts
+from fxsplit_encoder.capture.ladder import MeasuredCosts
 from fxsplit_encoder.compile import saved
 from fxsplit_encoder.errors import InputError, StartFileError
 from fxsplit_encoder.kernels import store
@@ -355,8 +355,8 @@ def test_a_failed_write_leaves_the_old_file_and_no_other(
 KNOWN_COSTS = KnownCosts(
     MeasuredForward(((4, 1.5), (16, math.inf)), 0.5, 3.0, 0.5, 0.25, 99, 2.0),
     {
-        4: KnownBudget(MeasuredCosts({"full": math.inf}, 2.0, 0.5, 0.1, 0.7), "full"),
-        16: KnownBudget(MeasuredCosts({}, math.inf, math.inf, 0.0, None), None),
+        4: MeasuredCosts({"full": math.inf}, 2.0, 0.5, 0.1, 0.7, "full"),
+        16: MeasuredCosts({}, math.inf, math.inf, 0.0),
     },
     7.0,
 )
