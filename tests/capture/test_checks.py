@@ -80,7 +80,7 @@ def test_ascend_16794_inputs_and_outputs_stay_where_they_are(captured: CapturedF
     tensor = captured.outputs[0]
     kept = tensor.detach()
     tensor.set_(tensor.clone())
-    assert_refused(captured, "6: captured output 0 has moved from 0x")
+    assert_refused(captured, "6: output 0: its captured buffer moved from 0x")
     tensor.set_(kept)
     captured.replay(debug=True)
     captured.inputs.tensors["x"].set_(torch.zeros(ROWS, 2, 4))
