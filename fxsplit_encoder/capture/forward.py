@@ -393,7 +393,6 @@ class CapturedForward:
                     f"capture rule 6: {name}: its captured buffer moved from {address:#x} to {now:#x}; "
                     "static inputs and outputs must not be resized or replaced"
                 )
-        self.pool.handed_out.check(self.outputs)
         for name, buffer in self.inputs.buffers.items():
             if name in self.segment_inputs:
                 _check_lengths(name, buffer.tensor, self._captured_rows(name), self._attended(name))
@@ -444,7 +443,6 @@ def _place(frames: TracebackType | None, running: str | None) -> str:
 #     1  pad rows are finite, of inputs and of outputs
 #     2  cumulative lengths rise from 0, end within the captured rows, and keep the captured bound
 #     6  inputs and outputs are where they were at the capture
-#     7  no output lies in memory that a caller was handed
 
 
 def _check_lengths(name: str, cu_seqlens: Tensor, rows: int, attended: Attended | None) -> None:

@@ -22,7 +22,7 @@ from fxsplit_encoder._torch.device import indexed
 from fxsplit_encoder._torch.dispatch import tree_map_only
 from fxsplit_encoder._torch.distributed import is_collective, wait_for
 from fxsplit_encoder._torch.streams import capture_streams
-from fxsplit_encoder.capture.buffers import HandedOut, copy_results, storage_address, tensors_in
+from fxsplit_encoder.capture.buffers import copy_results, storage_address, tensors_in
 
 
 class GraphPool:
@@ -32,7 +32,6 @@ class GraphPool:
     takes a lock and orders streams. The pool is released as a whole (`retire`).
 
     Args:
-        handed_out: the memory that callers hold, which `debug` compares with outputs.
         stream: the stream to capture on; None: a new one. Libraries keep a workspace per stream for good
             (cuBLAS 32 MiB on Hopper), so pools that never capture at once share one.
         priority: of that stream, which captured kernels keep.
@@ -41,7 +40,6 @@ class GraphPool:
     def __init__(
         self,
         device: torch.device,
-        handed_out: HandedOut | None = None,
         stream: torch.cuda.Stream | None = None,
         priority: int = 0,
     ) -> None:
@@ -49,7 +47,6 @@ class GraphPool:
         self.device = indexed(device)
         self.used_bytes = 0
         """Bytes of all captures together."""
-        self.handed_out = HandedOut() if handed_out is None else handed_out
         self.is_cuda = device.type == "cuda"
         # Held for as long as the pool is in use: without it the pool would die with the last capture that is
         # released.

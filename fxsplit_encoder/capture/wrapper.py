@@ -77,8 +77,6 @@ class _Entry:
         self.forward.inputs.load(dict(zip(self.forward.inputs.buffers, tensors, strict=True)))
         outputs = self.forward.replay(debug=debug)
         owned = [output.clone() if isinstance(output, torch.Tensor) else output for output in outputs]
-        if debug:
-            self.forward.pool.handed_out.add(each for each in owned if isinstance(each, torch.Tensor))
         return tree_unflatten(owned, self.structure)
 
 
@@ -106,7 +104,7 @@ class BreakableCUDAGraphWrapper(nn.Module):
         max_captures: captures that are kept; the one that was used longest ago is evicted.
         splitting_ops: names of ops that break, in addition to the functions under
             `eager_break_during_capture`.
-        debug: whether every capture rule is checked at every replay.
+        debug: whether capture rules are checked at every replay.
     """
 
     def __init__(

@@ -136,5 +136,3 @@ class BatchRunner:
         for index in indices:
             if (item := results[index]).untyped_storage().data_ptr() in storages:
                 results[index] = item.clone()
-        if self.scope.config.debug:
-            self.pool.handed_out.add(results[index] for index in indices)
