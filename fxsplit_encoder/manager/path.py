@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from fxsplit_encoder._torch.staging import to_device
 from fxsplit_encoder._torch.tensors import traced_copy
 from fxsplit_encoder.capture.breakable import refuse_collectives
-from fxsplit_encoder.capture.buffers import SharedBuffers, StaticValue
+from fxsplit_encoder.capture.buffers import SharedBuffers, StaticBuffer, StaticValue
 from fxsplit_encoder.capture.forward import CapturedForward, CaptureRequest
+from fxsplit_encoder.capture.inputs import StaticInputs, is_cumulative
 from fxsplit_encoder.capture.parameters import StaticParameters
 from fxsplit_encoder.compile.options import CompileOptions
 from fxsplit_encoder.errors import (
@@ -49,10 +50,8 @@ from fxsplit_encoder.runtime.captured_program import CapturedProgram
 from fxsplit_encoder.runtime.measure import measure_forward, run_timed
 from fxsplit_encoder.runtime.requests import (
     CaptureScope,
-    FreshInputs,
     check_replacements,
     layouts_of,
-    request_of_module,
     request_of_program,
 )
 
@@ -363,19 +362,23 @@ class EncoderPath(CapturedProgram):
         except InputError as error:
             raise CaptureError(str(error)) from error
         if program is None:
-            request = request_of_module(
-                self,
-                FreshInputs(tokens, values),
-                StaticParameters(tower_tensors(self.tower), self.tower),
-                shared,
-                growing=growing,
-                splitting_ops=self.options.splitting_ops,
-                padding_logics=logics,
+            own = (
+                StaticBuffer(name, tensor, 0, logics.get(name), may_be_left_out=name not in growing)
+                for name, tensor in values.items()
             )
-            return replace(request, is_alone=self.scope.agree is None)
+            inputs = StaticInputs(shared.share(each) if each.name in growing else each for each in own)
+            tensors = inputs.tensors
+            return CaptureRequest(
+                inputs,
+                lambda: (self(tensors),),
+                StaticParameters(tower_tensors(self.tower), self.tower),
+                tokens,
+                lengths=[name for name in values if name not in logics and is_cumulative(values[name])],
+                splitting_ops=self.options.splitting_ops,
+                is_alone=self.scope.agree is None,
+            )
         bindings = program.program.begin(program.arguments(values))
-        fresh = FreshInputs(tokens, values, program.tokens(values), bindings)
-        return request_of_program(program.region, fresh, self.parameters, shared, logics)
+        return request_of_program(program.region, tokens, values, bindings, self.parameters, shared, logics)
 
     def is_always_full(self, tokens: int) -> bool:
         """Whether only batches of so many whole tiles take this budget."""
