@@ -37,7 +37,6 @@ from fxsplit_encoder.manager.tower import (
     TowerSpec,
     named_tensors,
     read_item_specs,
-    row_groups_of,
     select_items,
     tower_part,
     tower_tensors,
@@ -241,7 +240,9 @@ class EncoderPath(CapturedProgram):
     def example(self) -> dict[str, Tensor] | str:
         """Makes inputs to trace the forward with, of a moderate size; or says why there are none."""
         try:
-            self.groups = row_groups_of(self.first_values, self.budgets, self.padding_logics.keys())
+            sizes = sorted({0, len(self.budgets) // 2, len(self.budgets) - 1})
+            samples = [self.first_values(self.budgets[size:]) for size in sizes]
+            self.groups = RowGroups.of(samples, self.padding_logics.keys())
             nearest = sorted(self.budgets, key=lambda budget: abs(budget - _TRACED_TOKENS))
             inputs = self.first_values(nearest)
             growing = self.growing_inputs() if len(self.budgets) > 1 else inputs.keys()
@@ -310,13 +311,6 @@ class EncoderPath(CapturedProgram):
         self.refusal = why
         self.groups = RowGroups()
         return why
-
-    def to_save(self) -> dict[str, Any]:
-        """Returns the program for `saved` of another process; CompileError where it cannot be saved."""
-        from fxsplit_encoder.compile.saved import save_program
-
-        assert self.program is not None
-        return save_program(self.program, named_tensors(self.tower))
 
     @torch.no_grad()
     def agrees(self, program: BoundProgram, values: Mapping[str, Tensor]) -> bool:

@@ -290,12 +290,14 @@ class RowGroups:
         self.patches = tuple(patches)
 
     @classmethod
-    def of(cls, samples: Sequence[Mapping[str, Tensor]]) -> RowGroups:
-        """Finds the factors that hold in all samples of a forward's inputs, of different sizes."""
+    def of(cls, samples: Sequence[Mapping[str, Tensor]], without: Collection[str] = ()) -> RowGroups:
+        """Finds the factors that hold in all samples of a forward's inputs, of different sizes, but for the
+        inputs `without`.
+        """
         rows = {
             name: [sample[name].shape[0] for sample in samples]
             for name, tensor in samples[0].items()
-            if tensor.dim() > 0
+            if tensor.dim() > 0 and name not in without
         }
         growing = {name: counts for name, counts in rows.items() if len(set(counts)) > 1}
         if not growing:
@@ -349,18 +351,3 @@ class RowGroups:
 
 def _num_rows(value: StaticValue) -> int:
     return value.shape[0] if isinstance(value, Tensor) else sum(part.shape[0] for part in value)
-
-
-def row_groups_of(
-    first_values: Callable[[Sequence[int]], Mapping[str, Tensor]],
-    budgets: Sequence[int],
-    without: Collection[str],
-) -> RowGroups:
-    """Finds the inputs with a row for a group of patches, but for those `without`, from inputs of three
-    budgets: `first_values` makes them of the first budget for which it can.
-    """
-    sizes = {0, len(budgets) // 2, len(budgets) - 1}
-    if len(sizes) < 2:
-        return RowGroups()
-    samples = [first_values(budgets[size:]) for size in sorted(sizes)]
-    return RowGroups.of([{n: v for n, v in each.items() if n not in without} for each in samples])

@@ -39,6 +39,7 @@ from fxsplit_encoder.manager.start import (
     tower_key,
     write_parts,
 )
+from fxsplit_encoder.manager.tower import named_tensors
 from fxsplit_encoder.runtime.measure import KnownCosts, MeasuredForward
 
 from .managers import generation_of
@@ -217,7 +218,8 @@ def test_a_program_that_gives_other_results_is_traced(
         lambda key, guards: lambda *args: [x if fits else 2 * x for x in pieces[key](*args)],
     )
     second = fx.EncoderCudaGraphManager(SplitModel(), config)
-    second.paths["default"].saved = first.paths["default"].to_save()
+    tensors = named_tensors(first.tower)
+    second.paths["default"].saved = saved.save_program(first.paths["default"].program, tensors)
     counts = torch._dynamo.utils.counters["stats"]
     before = counts["unique_graphs"]
     second.capture()

@@ -132,7 +132,7 @@ def test_its_programs_are_saved_and_restored(case: Case, monkeypatch: pytest.Mon
         with monkeypatch.context() as patch:  # in place of Inductor's cache
             patch.setattr(saved, "_piece_keys", lambda program, known=pieces: [(key, "") for key in known])
             patch.setattr(saved, "_load_piece", lambda key, guards, known=pieces: known[key])
-            content = json.loads(json.dumps(path.to_save()))
+            content = json.loads(json.dumps(saved.save_program(path.program, named_tensors(path.tower))))
             restored = restore_program(content, named_tensors(case.manager.tower), CPU)
         for budget in path.budgets[:2]:
             values = path.capture_values(budget)
