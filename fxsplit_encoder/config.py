@@ -207,7 +207,7 @@ class EncoderConfig(Settings):
     paths: Mapping[str, PathConfig] = Field(default_factory=dict)
     """Settings of single encoder paths, by the path's name."""
     debug: StrictBool = False
-    """Whether every capture rule is checked at every replay. Slow."""
+    """Whether capture rules are checked at every replay. Slow."""
 
     @model_validator(mode="after")
     def _compiles_what_needs_it(self) -> Self:

@@ -85,11 +85,11 @@ def measure(settings: dict[str, Any], tower: Any, batches: Batches, exact: Any) 
 def replay_ms(manager: fx.EncoderCudaGraphManager, inputs: dict[str, Any]) -> float:
     """Device time in milliseconds of the graphs that one image replays, one of each path."""
     (planned,) = manager.plan(inputs).batches
-    budgets = {name: path.budget for name, path in planned.paths.items() if not path.skipped}
-    if None in budgets.values():
+    found = [manager.paths[n].captured.get(p.budget) for n, p in planned.paths.items() if not p.skipped]
+    if None in found:
         raise RuntimeError(f"it was not replayed: {planned}")
-    graphs = [manager.paths[name].ladder.best(budget, 1) for name, budget in budgets.items()]
-    return sum(median(between_events(graph.replay) for _ in range(_REPLAYS)) for graph in graphs)
+    replays = [(each.for_one_segment or each).replay for each in found]
+    return sum(median(between_events(replay) for _ in range(_REPLAYS)) for replay in replays)
 
 
 def batches_of(wrapped: Any, sizes: Sequence[int]) -> Batches:

@@ -31,7 +31,6 @@ from fxsplit_encoder.protocol import BudgetDeclaration
 from fxsplit_encoder.runtime.captured_program import CapturedProgram, Served
 from fxsplit_encoder.runtime.requests import (
     CaptureScope,
-    FreshInputs,
     check_replacements,
     layouts_of,
     request_of_program,
@@ -195,9 +194,7 @@ class PaddedProgram(CallProgram):
             name: self._example_input(name, entry, bindings.symbols, tokens, rows)
             for name, entry in region.inputs.items()
         }
-        return request_of_program(
-            region, FreshInputs(tokens, values, rows, bindings), self._parameters, shared
-        )
+        return request_of_program(region, tokens, values, bindings, self._parameters, shared)
 
     def _check_memory(self, symbols: Mapping[str, int], tokens: int) -> None:
         device = self._region.program.device

@@ -326,10 +326,7 @@ class BudgetDispatcher:
             outputs, planned, budget = program.run(planned, bindings, capture_now=capture_all)
             if budget is None:
                 return [*outputs], planned, None
-            own = own_outputs(self._outputs, outputs, bindings)
-            if self.config.debug:
-                self.pool.handed_out.add(each for each in own if isinstance(each, torch.Tensor))
-            return own, planned, program.key(budget)
+            return own_outputs(self._outputs, outputs, bindings), planned, program.key(budget)
 
 
 class SharedGraph:

@@ -121,41 +121,6 @@ class OwnedBuffers:
         return buffer, alias
 
 
-class HandedOut:
-    """The memory that callers still hold, which no replay may overwrite."""
-
-    def __init__(self) -> None:
-        self._held: list[tuple[range, StorageWeakRef, str]] = []
-
-    def add(self, tensors: Iterable[Tensor]) -> None:
-        """Records tensors, weakly."""
-        self._forget_dropped()
-        for tensor in tensors:
-            address = storage_address(tensor)
-            place = range(address, address + tensor.untyped_storage().nbytes())
-            self._held.append((place, weakly(tensor), f"{tuple(tensor.shape)} {tensor.dtype}"))
-
-    def check(self, outputs: Sequence[Any]) -> None:
-        """Raises ReplayError if an output shares memory with what a caller holds (capture rule 7)."""
-        self._forget_dropped()
-        for number, output in enumerate(outputs):
-            if not isinstance(output, torch.Tensor) or not output.numel():
-                continue
-            first = output.data_ptr()
-            last = first + sum((n - 1) * s for n, s in zip(output.shape, output.stride(), strict=True)) * (
-                output.element_size()
-            )
-            for place, _, what in self._held:
-                if first < place.stop and place.start <= last:
-                    raise ReplayError(
-                        f"capture rule 7: output {number} lies in the memory of a tensor {what} that "
-                        "a caller holds, which this replay would overwrite; hand out copies of outputs"
-                    )
-
-    def _forget_dropped(self) -> None:
-        self._held = [entry for entry in self._held if not is_dropped(entry[1])]
-
-
 @functools.cache
 def memory_of(device: torch.device) -> int:
     """Returns the bytes of a device's memory, used or not; of the CPU, what the host allows this process."""

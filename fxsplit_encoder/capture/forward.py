@@ -163,14 +163,16 @@ class CapturedForward:
         self.outputs: list[Any] = []
         self.output_addresses: list[int] = []
         self.num_bytes = 0
+        self.for_one_segment: CapturedForward | None = None
+        """A full graph for batches of one segment, which is released with this one."""
         self.must_be_full = False
         """Whether batches may leave only segments to padding."""
         self._weights: object = None
         """Holds the memory of parameters, which a replay reads before their addresses are checked."""
         self._boundaries: dict[str, tuple[Tensor, tuple[int, ...]]] = {}
         """The cumulative lengths loaded last, of inputs that the host knows: as given, and as numbers."""
-        self._real: tuple[int, int] | None = None
-        """Rows of the loaded batch, and captured rows; None: not known."""
+        self._loaded_rows: int | None = None
+        """Of the batch; None: cumulative lengths tell them, if any."""
 
     @property
     def is_unbroken(self) -> bool:
@@ -295,18 +297,13 @@ class CapturedForward:
             # A program is captured only where empty segments change nothing.
             self.inputs.check_full(values, but=self.segment_inputs if self.compiled else ())
         padded, held, boundaries = self._prepared(values)
-        self._real = None
         self.inputs.load(padded, held)
         self._boundaries = boundaries
         if self.compiled:
             for name, buffer in self.inputs.buffers.items():
                 if name not in held:
                     buffer.remember(values.get(name))
-        if rows is not None and self.rows is not None:
-            self._real = rows, self.rows
-        else:
-            for name, (_, lengths) in boundaries.items():
-                self._real = lengths[-1], self._captured_rows(name)
+        self._loaded_rows = rows
         if self.num_rows is not None and rows is not None:
             self.num_rows.set(rows)
         if self.mode != "full":  # nothing else reads them
@@ -380,25 +377,36 @@ class CapturedForward:
             if derived.refresh(self._derived_stamp):
                 self.capture.replay()
             self._derived_stamp = derived.stamp
-        if debug and (real := self._real or self._read_rows()) is not None:
-            check_output_padding(self.outputs, *real)
+        if debug:
+            self._check_output_padding()
         return self.outputs
 
-    def _read_rows(self) -> tuple[int, int] | None:
-        for name in self.segment_inputs:
-            if self.rows is not None or self._attended(name) is not None:
-                return int(self.inputs.buffers[name].tensor[-1]), self._captured_rows(name)
-        return None
-
     def _check_before_replay(self) -> None:
-        self.inputs.check_addresses()
-        check_output_addresses(self.outputs, self.output_addresses)
-        self.pool.handed_out.check(self.outputs)
+        outputs = [output for output in self.outputs if isinstance(output, torch.Tensor)]
+        places = [(name, each.tensor, each.address) for name, each in self.inputs.buffers.items()]
+        for number, (output, address) in enumerate(zip(outputs, self.output_addresses, strict=True)):
+            places.append((f"output {number}", output, address))
+        for name, tensor, address in places:
+            if (now := tensor.data_ptr()) != address:
+                raise ReplayError(
+                    f"capture rule 6: {name}: its captured buffer moved from {address:#x} to {now:#x}; "
+                    "static inputs and outputs must not be resized or replaced"
+                )
         for name, buffer in self.inputs.buffers.items():
             if name in self.segment_inputs:
-                check_lengths(name, buffer.tensor, self._captured_rows(name), self._attended(name))
+                _check_lengths(name, buffer.tensor, self._captured_rows(name), self._attended(name))
             elif buffer.token_dim is not None:
                 _check_finite(buffer.name, buffer.tensor, buffer.token_dim, buffer.dirty_rows)
+
+    def _check_output_padding(self) -> None:
+        real, rows = self._loaded_rows, self.rows
+        for name in self.segment_inputs if real is None or rows is None else ():
+            real, rows = int(self.inputs.buffers[name].tensor[-1]), self._captured_rows(name)
+        if real is None or rows is None:
+            return
+        for number, output in enumerate(self.outputs):
+            if isinstance(output, torch.Tensor) and output.dim():
+                _check_finite(f"output {number}", output, 0, -(-real * output.shape[0] // rows))
 
     def measure(self) -> float:
         """Measures the median milliseconds of a replay on the static inputs."""
@@ -406,6 +414,8 @@ class CapturedForward:
 
     def release(self) -> None:
         """Drops graphs and outputs; their memory returns to the pool."""
+        if self.for_one_segment is not None:
+            self.for_one_segment.release()
         self.capture.release()
         self.outputs = []
         self.output_addresses = []
@@ -432,21 +442,9 @@ def _place(frames: TracebackType | None, running: str | None) -> str:
 #     1  pad rows are finite, of inputs and of outputs
 #     2  cumulative lengths rise from 0, end within the captured rows, and keep the captured bound
 #     6  inputs and outputs are where they were at the capture
-#     7  no output lies in memory that a caller was handed
 
 
-def check_output_addresses(outputs: Sequence[Any], addresses: Sequence[int]) -> None:
-    """Raises ReplayError if a captured output has moved (capture rule 6)."""
-    now = [output.data_ptr() for output in outputs if isinstance(output, torch.Tensor)]
-    for number, (address, captured) in enumerate(zip(now, addresses, strict=True)):
-        if address != captured:
-            raise ReplayError(
-                f"capture rule 6: captured output {number} has moved from {captured:#x} to {address:#x}; "
-                "outputs must not be resized or replaced"
-            )
-
-
-def check_lengths(name: str, cu_seqlens: Tensor, rows: int | None, attended: Attended | None) -> None:
+def _check_lengths(name: str, cu_seqlens: Tensor, rows: int, attended: Attended | None) -> None:
     """Raises ReplayError unless cumulative lengths fit `rows` and the captured bound (capture rule 2)."""
     lengths = cu_seqlens.tolist()
     if lengths[0] != 0:
@@ -459,15 +457,8 @@ def check_lengths(name: str, cu_seqlens: Tensor, rows: int | None, attended: Att
                 f"capture rule 2: {name}: segment {entry - 1} has {end - start} rows; attention was captured "
                 f"for at most {attended.bound}"
             )
-    if rows is not None and lengths[-1] > rows:
+    if lengths[-1] > rows:
         raise ReplayError(f"capture rule 2: {name}: ends at {lengths[-1]}; the capture has {rows} rows")
-
-
-def check_output_padding(outputs: Sequence[Any], real: int, rows: int) -> None:
-    """Raises ReplayError unless output rows after `real` of `rows` are finite (capture rule 1)."""
-    for number, output in enumerate(outputs):
-        if isinstance(output, torch.Tensor) and output.dim():
-            _check_finite(f"output {number}", output, 0, -(-real * output.shape[0] // rows))
 
 
 def _check_finite(name: str, tensor: Tensor, dim: int, first: int) -> None:

@@ -57,6 +57,8 @@ class MeasuredCosts:
     """Of `exact`, the attention over the one segment, which a batch of many short ones does without."""
     single_segment: float | None = None
     """Of a replay of the capture for one segment, if any."""
+    mode: str | None = None
+    """Of the capture that is kept; None: it needs no graph."""
 
     @property
     def hides_host(self) -> bool:
@@ -74,15 +76,6 @@ class MeasuredCosts:
     def best(self) -> float:
         """Milliseconds of a replay in the mode that was kept."""
         return min(self.modes.values())
-
-
-@dataclass(frozen=True, slots=True)
-class KnownBudget:
-    """A budget as another ladder of the same forward measured it."""
-
-    costs: MeasuredCosts
-    mode: str | None
-    """Of the capture; None: it needs no graph."""
 
 
 # Where a tower's own code keeps the host busy for more than this share of the time that it takes, the device
@@ -121,8 +114,6 @@ class BudgetLadder:
         self.mode = mode
         self.measured = measured
         self.captured: dict[int, CapturedForward] = {}
-        self.captured_single_segment: dict[int, CapturedForward] = {}
-        """Full graphs for batches of one segment."""
         self.no_graph_needed: set[int] = set()
         """Budgets at whose size `auto` found the exact shape to be as fast."""
         self.dropped: dict[int, str] = {}
@@ -141,7 +132,7 @@ class BudgetLadder:
         self._is_warm = False  # whether the forward has run: another size needs one warm-up only
         self._bound_by_host: tuple[int, MeasuredRun] | None = None
         """The largest budget at which the host bounds a tower's own code, and its run."""
-        self._known: dict[int, KnownBudget] = {}
+        self._known: dict[int, MeasuredCosts] = {}
         self.request = request
         self.attention_ms = attention_ms
         self._agree = agree
@@ -158,12 +149,14 @@ class BudgetLadder:
         try:
             with self._comparing():
                 if known is not None and known.mode is None:
-                    self.costs[budget] = replace(known.costs)
+                    self.costs[budget] = replace(known)
                     self.no_graph_needed.add(budget)
-                elif not self._is_timed:
-                    (self.captured[budget],) = self._record(budget, self._agreed_request(budget)).values()
                 else:
-                    self._capture_measured(budget, self._agreed_request(budget), known)
+                    request = self._agreed_request(budget)
+                    if not self._is_timed:
+                        (self.captured[budget],) = self._record(budget, request).values()
+                    elif known is None or not self._capture_as_known(budget, request, known):
+                        self._capture_cheapest_mode(budget, request)
         except (CaptureError, torch.OutOfMemoryError) as error:  # the second: for the static inputs
             self.dropped[budget] = str(error)
             if isinstance(error, (CaptureMemoryError, torch.OutOfMemoryError)):
@@ -191,23 +184,15 @@ class BudgetLadder:
         except (CaptureError, torch.OutOfMemoryError) as error:  # `capture` will say it
             logger.info("budget %s cannot be run ahead: %s", budget, error)
 
-    def expect(self, known: Mapping[int, KnownBudget], capture_ms: float) -> None:
+    def expect(self, known: Mapping[int, MeasuredCosts], capture_ms: float) -> None:
         """Takes measurements of another ladder on such a device: its budgets are captured without timing."""
         self._known = dict(known)
         self._capture_ms = [capture_ms] if known else []
 
-    def known(self) -> dict[int, KnownBudget]:
+    def known(self) -> dict[int, MeasuredCosts]:
         """Returns the measured budgets, for another ladder to `expect`."""
-        return {
-            budget: KnownBudget(costs, self.captured[budget].mode if budget in self.captured else None)
-            for budget, costs in self.costs.items()
-            if budget in self.captured or budget in self.no_graph_needed
-        }
-
-    def best(self, budget: int, num_segments: int | None) -> CapturedForward:
-        """Returns the capture of a captured budget for a batch of so many segments (None: unknown)."""
-        single = self.captured_single_segment.get(budget) if num_segments == 1 else None
-        return single if single is not None else self.captured[budget]
+        kept = self.captured.keys() | self.no_graph_needed
+        return {budget: costs for budget, costs in self.costs.items() if budget in kept}
 
     @property
     def capture_ms(self) -> float:
@@ -220,9 +205,8 @@ class BudgetLadder:
 
     def drop(self, budget: int, reason: str) -> None:
         """Releases the captures of one budget, which is not captured again before `clear`."""
-        for captures in (self.captured, self.captured_single_segment):
-            if budget in captures:
-                captures.pop(budget).release()
+        if budget in self.captured:
+            self.captured.pop(budget).release()
         self.dropped[budget] = reason
 
     def forget_drop(self, budget: int) -> None:
@@ -232,11 +216,10 @@ class BudgetLadder:
 
     def release(self) -> None:
         """Releases every capture, to be made again; what was measured of other budgets stays."""
-        for captures in (self.captured, self.captured_single_segment):
-            for budget, captured in captures.items():
-                captured.release()
-                self.costs.pop(budget, None)
-            captures.clear()
+        for budget, captured in self.captured.items():
+            captured.release()
+            self.costs.pop(budget, None)
+        self.captured.clear()
         self.replaced.clear()
         self._num_bytes.clear()
 
@@ -249,29 +232,16 @@ class BudgetLadder:
         self.costs.clear()
         self._bound_by_host = None
 
-    def _capture_measured(self, budget: int, request: CaptureRequest, known: KnownBudget | None) -> None:
-        if known is not None and self._capture_as_known(budget, request, known):
-            return
-        costs = self._capture_cheapest_mode(budget, request)
-        if request.single_segment is not None and budget in self.captured:
-            pause()
-            self._capture_single_segment(budget, request, costs)
-
-    def _capture_as_known(self, budget: int, request: CaptureRequest, known: KnownBudget) -> bool:
+    def _capture_as_known(self, budget: int, request: CaptureRequest, known: MeasuredCosts) -> bool:
         assert known.mode is not None
         try:
             self.captured[budget] = self._record(budget, request, [known.mode])[known.mode]
         except CaptureError as error:
             logger.warning("budget %s is measured again: in mode %s %s", budget, known.mode, error)
             return False
-        self.costs[budget] = costs = replace(known.costs)
-        if costs.single_segment is not None:
-            pause()
-            single = self._record_single_segment(budget, request)
-            if single is not None:
-                self.captured_single_segment[budget] = single
-            else:
-                costs.single_segment = None
+        self.costs[budget] = replace(known)
+        if known.single_segment is not None:
+            self._capture_single_segment(budget, request)
         return True
 
     def _agreed_request(self, budget: int) -> CaptureRequest:
@@ -285,7 +255,7 @@ class BudgetLadder:
             raise CaptureError("another rank has no inputs of this size")
         return request
 
-    def _capture_cheapest_mode(self, budget: int, request: CaptureRequest) -> MeasuredCosts:
+    def _capture_cheapest_mode(self, budget: int, request: CaptureRequest) -> None:
         exact = self._exact_run(budget, request)
         pause()
         costs = MeasuredCosts({}, *exact, self.attention_ms(budget))
@@ -294,7 +264,7 @@ class BudgetLadder:
             logger.info("budget %s: exact shape %.3f ms, of the host %.3f", budget, *exact)
             self.no_graph_needed.add(budget)
             self.costs[budget] = costs
-            return costs
+            return
         candidates = self._record(budget, request)
         for mode, captured in candidates.items():
             pause()
@@ -307,12 +277,14 @@ class BudgetLadder:
         for mode, captured in candidates.items():
             if mode != best or exact_wins:
                 captured.release()
+        self.costs[budget] = costs
         if exact_wins:
             self.no_graph_needed.add(budget)
-        else:
-            self.captured[budget] = candidates[best]
-        self.costs[budget] = costs
-        return costs
+            return
+        self.captured[budget], costs.mode = candidates[best], best
+        # A user who wants piecewise has a capture that attends to the true segments anyway.
+        if request.single_segment is not None and (best == "full" or self.mode == "auto"):
+            self._capture_single_segment(budget, request)
 
     def _exact_run(self, budget: int, request: CaptureRequest) -> MeasuredRun:
         """The time of a run at the exact shape: measured, or that of a larger one that the host bounds."""
@@ -331,30 +303,27 @@ class BudgetLadder:
             self._bound_by_host = budget, run
         return run
 
-    def _capture_single_segment(self, budget: int, request: CaptureRequest, costs: MeasuredCosts) -> None:
-        if self.captured[budget].mode != "full" and self.mode != "auto":
-            return  # the user wants piecewise, which attends to the true segments anyway
-        single = self._record_single_segment(budget, request)
-        if single is None:
-            return
+    def _capture_single_segment(self, budget: int, request: CaptureRequest) -> None:
+        costs = self.costs[budget]
         pause()
-        cost = single.measure()
-        if cost < costs.best * _SINGLE_SEGMENT_GAIN:
-            self.captured_single_segment[budget] = single
-            costs.single_segment = cost
-        else:
-            single.release()
-
-    def _record_single_segment(self, budget: int, request: CaptureRequest) -> CapturedForward | None:
         try:
             if request.single_segment is None:
                 raise CaptureError("the forward tells no segments")
-            return self._record(budget, request.single_segment(), ["full"])["full"]
+            single = self._record(budget, request.single_segment(), ["full"])["full"]
         except CaptureError as error:
             logger.warning(
                 "budget %s: batches of one segment share the capture of all others: %s", budget, error
             )
-            return None
+            costs.single_segment = None
+            return
+        if costs.single_segment is None:  # not known
+            pause()
+            cost = single.measure()
+            if cost >= costs.best * _SINGLE_SEGMENT_GAIN:
+                single.release()
+                return
+            costs.single_segment = cost
+        self.captured[budget].for_one_segment = single
 
     def _preferred(self, request: CaptureRequest) -> list[str]:
         """Returns the modes of a request, the wanted one first."""

@@ -22,7 +22,7 @@ from fxsplit_encoder._torch.device import indexed
 from fxsplit_encoder._torch.dispatch import tree_map_only
 from fxsplit_encoder._torch.distributed import is_collective, wait_for
 from fxsplit_encoder._torch.streams import capture_streams
-from fxsplit_encoder.capture.buffers import HandedOut, copy_results, storage_address, tensors_in
+from fxsplit_encoder.capture.buffers import copy_results, storage_address, tensors_in
 
 
 class GraphPool:
@@ -32,7 +32,6 @@ class GraphPool:
     takes a lock and orders streams. The pool is released as a whole (`retire`).
 
     Args:
-        handed_out: the memory that callers hold, which `debug` compares with outputs.
         stream: the stream to capture on; None: a new one. Libraries keep a workspace per stream for good
             (cuBLAS 32 MiB on Hopper), so pools that never capture at once share one.
         priority: of that stream, which captured kernels keep.
@@ -41,7 +40,6 @@ class GraphPool:
     def __init__(
         self,
         device: torch.device,
-        handed_out: HandedOut | None = None,
         stream: torch.cuda.Stream | None = None,
         priority: int = 0,
     ) -> None:
@@ -49,7 +47,6 @@ class GraphPool:
         self.device = indexed(device)
         self.used_bytes = 0
         """Bytes of all captures together."""
-        self.handed_out = HandedOut() if handed_out is None else handed_out
         self.is_cuda = device.type == "cuda"
         # Held for as long as the pool is in use: without it the pool would die with the last capture that is
         # released.
@@ -100,33 +97,6 @@ class GraphPool:
     def replaying(self) -> contextlib.AbstractContextManager[None]:
         """Excludes other replays until the outputs are read, and orders replays across streams."""
         return _Replaying(self)
-
-    def begin_replays(self) -> torch.cuda.Stream | None:
-        """Takes the lock and makes the current stream wait for the last replay; returns the stream."""
-        self._lock.acquire()
-        if not self.is_cuda:
-            return None
-        stream = None
-        try:
-            current = torch.cuda.current_stream(self.device.index)  # of a number torch asks less
-            if self._last_replay is not None and self._last_stream != current:
-                current.wait_event(self._last_replay)
-            stream = current
-        finally:
-            if stream is None:
-                self._lock.release()
-        return stream
-
-    def end_replays(self, stream: torch.cuda.Stream | None) -> None:
-        """Records an event behind the replays on a stream, and releases the lock."""
-        try:
-            if stream is not None:
-                if self._last_replay is None:
-                    self._last_replay = torch.cuda.Event()
-                self._last_replay.record(stream)
-                self._last_stream = stream
-        finally:
-            self._lock.release()
 
     @contextlib.contextmanager
     def capturing(self) -> Iterator[None]:
@@ -219,10 +189,30 @@ class _Replaying(contextlib.AbstractContextManager[None]):
         self._pool = pool
 
     def __enter__(self) -> None:
-        self._stream = self._pool.begin_replays()
+        pool = self._pool
+        self._stream: torch.cuda.Stream | None = None
+        pool._lock.acquire()
+        if not pool.is_cuda:
+            return
+        try:
+            current = torch.cuda.current_stream(pool.device.index)  # of a number torch asks less
+            if pool._last_replay is not None and pool._last_stream != current:
+                current.wait_event(pool._last_replay)
+            self._stream = current
+        finally:
+            if self._stream is None:
+                pool._lock.release()
 
     def __exit__(self, *raised: object) -> None:  # what failed half-way may have enqueued work too
-        self._pool.end_replays(self._stream)
+        pool = self._pool
+        try:
+            if self._stream is not None:
+                if pool._last_replay is None:
+                    pool._last_replay = torch.cuda.Event()
+                pool._last_replay.record(self._stream)
+                pool._last_stream = self._stream
+        finally:
+            pool._lock.release()
 
 
 class RecordedOps:

@@ -7,7 +7,6 @@ import logging
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -67,21 +66,6 @@ def _describe(leaf: Any, device: torch.device) -> Hashable:
     return (*layout, values)
 
 
-@dataclass(slots=True)
-class _Entry:
-    forward: CapturedForward
-    structure: TreeSpec  # of what the module returned
-
-    def replay(self, leaves: Sequence[Any], *, debug: bool) -> Any:
-        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        self.forward.inputs.load(dict(zip(self.forward.inputs.buffers, tensors, strict=True)))
-        outputs = self.forward.replay(debug=debug)
-        owned = [output.clone() if isinstance(output, torch.Tensor) else output for output in outputs]
-        if debug:
-            self.forward.pool.handed_out.add(each for each in owned if isinstance(each, torch.Tensor))
-        return tree_unflatten(owned, self.structure)
-
-
 class BreakableCUDAGraphWrapper(nn.Module):
     """A module with the same forward, which replays a breakable capture for arguments of known shapes.
 
@@ -106,7 +90,7 @@ class BreakableCUDAGraphWrapper(nn.Module):
         max_captures: captures that are kept; the one that was used longest ago is evicted.
         splitting_ops: names of ops that break, in addition to the functions under
             `eager_break_during_capture`.
-        debug: whether every capture rule is checked at every replay.
+        debug: whether capture rules are checked at every replay.
     """
 
     def __init__(
@@ -132,7 +116,8 @@ class BreakableCUDAGraphWrapper(nn.Module):
         """Calls that ran eagerly, by reason."""
         self._pool = pool
         self._shares_pool = pool is not None
-        self._entries: OrderedDict[Hashable, _Entry] = OrderedDict()
+        self._entries: OrderedDict[Hashable, tuple[CapturedForward, TreeSpec]] = OrderedDict()
+        """By the description of arguments; with the structure of what the module returned."""
         self._failures: Recent[Hashable, str] = Recent(_MOST_FAILURES)
         self._baked = StaticParameters.of_module(module)
         self._structure = Structure(module)
@@ -145,10 +130,14 @@ class BreakableCUDAGraphWrapper(nn.Module):
         with self._lock:
             found = self._find(args, kwargs)
             if not isinstance(found, str):
-                entry, leaves = found
-                with entry.forward.pool.replaying(), torch.no_grad():
+                captured, structure, leaves = found
+                tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+                with captured.pool.replaying(), torch.no_grad():
                     self.hits += 1
-                    return entry.replay(leaves, debug=self.debug)
+                    captured.inputs.load(dict(zip(captured.inputs.buffers, tensors, strict=True)))
+                    outputs = captured.replay(debug=self.debug)
+                    owned = [each.clone() if isinstance(each, torch.Tensor) else each for each in outputs]
+                return tree_unflatten(owned, structure)
             self.misses[found] += 1
         return self.module(*args, **kwargs)
 
@@ -164,7 +153,9 @@ class BreakableCUDAGraphWrapper(nn.Module):
             while self._entries:
                 self._evict()
 
-    def _find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[_Entry, list[Any]] | str:
+    def _find(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[CapturedForward, TreeSpec, list[Any]] | str:
         found = "training" if self.module.training else foreign_around()
         if found is not None:
             return found
@@ -195,13 +186,15 @@ class BreakableCUDAGraphWrapper(nn.Module):
                 self._failures[key] = str(error)
                 return self._failures[key]
         self._entries.move_to_end(key)
-        return self._entries[key], leaves
+        return *self._entries[key], leaves
 
     def _tensors(self, leaves: Sequence[Any]) -> Iterator[torch.Tensor]:
         every = itertools.chain(self.module.parameters(), self.module.buffers(), leaves)
         return (each for each in every if isinstance(each, torch.Tensor))
 
-    def _captured(self, leaves: Sequence[Any], structure: TreeSpec, pool: GraphPool) -> _Entry:
+    def _captured(
+        self, leaves: Sequence[Any], structure: TreeSpec, pool: GraphPool
+    ) -> tuple[CapturedForward, TreeSpec]:
         while len(self._entries) >= self.max_captures:
             self._evict()
         with torch.inference_mode(False), torch.no_grad():
@@ -236,15 +229,15 @@ class BreakableCUDAGraphWrapper(nn.Module):
             forward.release()
             raise CaptureError("the module writes to an argument, which a replay would do to a copy of it")
         self.captures += 1
-        return _Entry(forward, structures[-1])
+        return forward, structures[-1]
 
     def _evict(self) -> None:
         """Drops the capture used longest ago; with the last one the memory goes back."""
-        _, entry = self._entries.popitem(last=False)
-        pool = entry.forward.pool
+        _, (captured, _) = self._entries.popitem(last=False)
+        pool = captured.pool
         if pool.is_cuda:  # its last replay may still run
             torch.cuda.synchronize(pool.device)
-        entry.forward.release()
+        captured.release()
         if not self._entries and not self._shares_pool:
             pool.retire()
 

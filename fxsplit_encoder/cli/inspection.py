@@ -177,7 +177,7 @@ def say_captures(wrapped: fx.SupportsEncoderCudaGraph, config: fx.EncoderConfig,
         for budget, captured in sorted(path.captured.items()):
             num_bytes = path.ladder.num_bytes(budget)
             rows.append({"path": name, "budget": budget, **_figures(captured), "bytes": num_bytes})
-            if one := path.ladder.captured_single_segment.get(budget):
+            if one := captured.for_one_segment:
                 rows.append({"path": name, "budget": f"{budget}, one image", **_figures(one), "bytes": None})
     document.say()
     document.table("captures", rows, {"bytes": "MiB"}, {"bytes": mebibytes})

@@ -174,12 +174,6 @@ def begin_no_more() -> None:
             each.child.ask_no_more()
 
 
-def is_compiling() -> bool:
-    """Whether a process runs, as one does some time after `begin_no_more`."""
-    with state.lock:
-        return any(each.child.status is None for each in state.processes)
-
-
 def dismiss() -> None:
     """Ends the processes without jobs."""
     with state.lock:

@@ -22,7 +22,7 @@ from fxsplit_encoder.manager.compile_process import START, CompileWorker, check_
 from fxsplit_encoder.manager.generation import CapturePlan, Generation
 from fxsplit_encoder.manager.path import EncoderPath
 from fxsplit_encoder.manager.start import load_start
-from fxsplit_encoder.manager.turns import Turns, WorkBetween, compare_between_requests
+from fxsplit_encoder.manager.turns import Turns, WorkBetween, compare_ahead
 from fxsplit_encoder.pauses import StoppedError, has_turn, pausing_by, recording
 from fxsplit_encoder.planning.plan import InvariantPolicy
 from fxsplit_encoder.runtime.captured_program import Choosers
@@ -150,7 +150,7 @@ class BackgroundCapture:
             self._compile()
             if self._target.scope.measured:
                 self._tell("measuring")
-                compare_between_requests(lambda: self._target.run(self._planned), self._target.pool.device)
+                compare_ahead(lambda: self._target.run(self._planned), self._target.pool.device)
             self._target.captures.spare = self._give_way
             if self._target.is_measured:
                 self._tell("measuring")

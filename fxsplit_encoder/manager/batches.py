@@ -59,8 +59,7 @@ class BatchRunner:
             fits = len(batch.indices) <= self.max_items and batch.reason not in BY_THE_TOWER
             outputs: dict[str, Tensor] = {}
             changed: dict[str, PathPlan] = {}
-            stream = self.pool.begin_replays()
-            try:
+            with self.pool.replaying():
                 replayed: str | None = None
                 for name, planned in batch.paths.items():
                     if planned.budget is None and planned.reason is None:  # skipped
@@ -86,8 +85,6 @@ class BatchRunner:
                         changed[name] = done
                     replayed = name if done.reason is None else None
                 self.collect(batch, outputs, tokens, results, selected)
-            finally:  # what failed half-way may have enqueued work too
-                self.pool.end_replays(stream)
             if changed:
                 batch = batch._replace(paths={**batch.paths, **changed})
             served.append(batch)
@@ -136,5 +133,3 @@ class BatchRunner:
         for index in indices:
             if (item := results[index]).untyped_storage().data_ptr() in storages:
                 results[index] = item.clone()
-        if self.scope.config.debug:
-            self.pool.handed_out.add(results[index] for index in indices)

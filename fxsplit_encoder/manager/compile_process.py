@@ -38,7 +38,7 @@ from fxsplit_encoder.kernels.store import write_atomic
 from fxsplit_encoder.manager.generation import Generation
 from fxsplit_encoder.manager.start import save_start
 from fxsplit_encoder.manager.tower import TowerSpec
-from fxsplit_encoder.manager.turns import compare_between_requests
+from fxsplit_encoder.manager.turns import compare_ahead
 from fxsplit_encoder.pauses import StoppedError
 from fxsplit_encoder.planning.limits import Limits
 from fxsplit_encoder.protocol import SupportsEncoderCudaGraph
@@ -175,7 +175,7 @@ def build_kernels(generation: Generation, choosers: Choosers) -> None:
         measurements.keep_nothing_new(device)
     with choosers.choosing(), torch.no_grad():
         planned = generation.planned_captures()
-        compare_between_requests(lambda: generation.run(planned), device)
+        compare_ahead(lambda: generation.run(planned), device)
 
 
 def _tell(done: int, total: int) -> None:

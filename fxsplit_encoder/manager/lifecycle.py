@@ -23,7 +23,7 @@ from fxsplit_encoder.manager.background import BackgroundCapture
 from fxsplit_encoder.manager.generation import Generation, first_of
 from fxsplit_encoder.manager.start import expect_costs, keep_costs, load_start, save_start
 from fxsplit_encoder.manager.tower import tower_part
-from fxsplit_encoder.manager.turns import Turns, WorkBetween, compare_meanwhile
+from fxsplit_encoder.manager.turns import Turns, WorkBetween, compare_ahead
 from fxsplit_encoder.pauses import StoppedError, pausing_by
 from fxsplit_encoder.planning.plan import MissReason, Plan
 from fxsplit_encoder.runtime.captured_program import Choosers
@@ -92,7 +92,8 @@ class Lifecycle:
         self.compile()
         if self.own.scope.measured and self.own.scope.compares_kernels:
             compile_jobs.begin_no_more()
-            compare_meanwhile(lambda: self.own.run(planned), compile_jobs.is_compiling)
+            if compile_jobs.is_running():  # what waits for none of them is compared first
+                compare_ahead(lambda: self.own.run(planned), self.own.pool.device)
         return self.own.prepare(planned)
 
     def capture_first(self, progress: Progress | None = None) -> None:

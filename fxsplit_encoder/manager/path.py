@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from fxsplit_encoder._torch.staging import to_device
 from fxsplit_encoder._torch.tensors import traced_copy
 from fxsplit_encoder.capture.breakable import refuse_collectives
-from fxsplit_encoder.capture.buffers import SharedBuffers, StaticValue
+from fxsplit_encoder.capture.buffers import SharedBuffers, StaticBuffer, StaticValue
 from fxsplit_encoder.capture.forward import CapturedForward, CaptureRequest
+from fxsplit_encoder.capture.inputs import StaticInputs, is_cumulative
 from fxsplit_encoder.capture.parameters import StaticParameters
 from fxsplit_encoder.compile.options import CompileOptions
 from fxsplit_encoder.errors import (
@@ -36,7 +37,6 @@ from fxsplit_encoder.manager.tower import (
     TowerSpec,
     named_tensors,
     read_item_specs,
-    row_groups_of,
     select_items,
     tower_part,
     tower_tensors,
@@ -49,10 +49,8 @@ from fxsplit_encoder.runtime.captured_program import CapturedProgram
 from fxsplit_encoder.runtime.measure import measure_forward, run_timed
 from fxsplit_encoder.runtime.requests import (
     CaptureScope,
-    FreshInputs,
     check_replacements,
     layouts_of,
-    request_of_module,
     request_of_program,
 )
 
@@ -243,7 +241,9 @@ class EncoderPath(CapturedProgram):
     def example(self) -> dict[str, Tensor] | str:
         """Makes inputs to trace the forward with, of a moderate size; or says why there are none."""
         try:
-            self.groups = row_groups_of(self.first_values, self.budgets, self.padding_logics.keys())
+            sizes = sorted({0, len(self.budgets) // 2, len(self.budgets) - 1})
+            samples = [self.first_values(self.budgets[size:]) for size in sizes]
+            self.groups = RowGroups.of(samples, self.padding_logics.keys())
             nearest = sorted(self.budgets, key=lambda budget: abs(budget - _TRACED_TOKENS))
             inputs = self.first_values(nearest)
             growing = self.growing_inputs() if len(self.budgets) > 1 else inputs.keys()
@@ -313,13 +313,6 @@ class EncoderPath(CapturedProgram):
         self.groups = RowGroups()
         return why
 
-    def to_save(self) -> str:
-        """Returns the program for `saved` of another process; CompileError where it cannot be saved."""
-        from fxsplit_encoder.compile.saved import save_program
-
-        assert self.program is not None
-        return save_program(self.program, named_tensors(self.tower))
-
     @torch.no_grad()
     def agrees(self, program: BoundProgram, values: Mapping[str, Tensor]) -> bool:
         """Whether a program gives what the tower's own forward gives of these inputs."""
@@ -364,19 +357,23 @@ class EncoderPath(CapturedProgram):
         except InputError as error:
             raise CaptureError(str(error)) from error
         if program is None:
-            request = request_of_module(
-                self,
-                FreshInputs(tokens, values),
-                StaticParameters(tower_tensors(self.tower), self.tower),
-                shared,
-                growing=growing,
-                splitting_ops=self.options.splitting_ops,
-                padding_logics=logics,
+            own = (
+                StaticBuffer(name, tensor, 0, logics.get(name), may_be_left_out=name not in growing)
+                for name, tensor in values.items()
             )
-            return replace(request, is_alone=self.scope.agree is None)
+            inputs = StaticInputs(shared.share(each) if each.name in growing else each for each in own)
+            tensors = inputs.tensors
+            return CaptureRequest(
+                inputs,
+                lambda: (self(tensors),),
+                StaticParameters(tower_tensors(self.tower), self.tower),
+                tokens,
+                lengths=[name for name in values if name not in logics and is_cumulative(values[name])],
+                splitting_ops=self.options.splitting_ops,
+                is_alone=self.scope.agree is None,
+            )
         bindings = program.program.begin(program.arguments(values))
-        fresh = FreshInputs(tokens, values, program.tokens(values), bindings)
-        return request_of_program(program.region, fresh, self.parameters, shared, logics)
+        return request_of_program(program.region, tokens, values, bindings, self.parameters, shared, logics)
 
     def is_always_full(self, tokens: int) -> bool:
         """Whether only batches of so many whole tiles take this budget."""

@@ -40,7 +40,7 @@ from fxsplit_encoder.kernels.store import (
     unsealed,
     write_atomic,
 )
-from fxsplit_encoder.manager.tower import tower_part
+from fxsplit_encoder.manager.tower import named_tensors, tower_part
 from fxsplit_encoder.runtime.measure import KnownCosts
 from fxsplit_encoder.version import VERSION
 
@@ -101,6 +101,8 @@ def save_start(
     """Writes what was compiled and, if `is_measured`, measured; returns the bytes of the file and, by the
     labels of paths, why compiled programs are not in it. InputError: it cannot be written.
     """
+    from fxsplit_encoder.compile.saved import save_program
+
     paths = generation.paths_by_key.values()
     programs: dict[str, str] = {}
     unsaved: dict[str, str] = {}
@@ -108,7 +110,7 @@ def save_start(
         if each.program is None:  # it is captured as it is
             continue
         try:
-            programs[each.label] = each.to_save()
+            programs[each.label] = save_program(each.program, named_tensors(each.tower))
         except CompileError as error:
             unsaved[each.label] = str(error)
     known = {each.label: each.known() for each in paths} if is_measured else {}

@@ -10,10 +10,8 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from numbers import Integral
 from typing import Any, NamedTuple, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -139,32 +137,28 @@ def read_item_specs(tower: Any, mm_kwargs: Any) -> list[EncoderItemSpec]:
             break
     else:  # as nearly all are
         return given
-    specs = [*map(_with_integers, given)]
-    _check_sizes(tower, specs)
-    return specs
+    return [_checked(tower, index, spec) for index, spec in enumerate(given)]
 
 
-def _check_sizes(tower: Any, specs: Sequence[Any]) -> None:
-    for index, spec in enumerate(specs):
-        for size in (spec.input_size, spec.output_tokens, *(spec.path_output_tokens or {}).values()):
-            is_integer = isinstance(size, Integral) and type(size).__name__ != "bool"
-            if not (is_integer and 0 <= int(size) <= _MOST_TOKENS):
-                raise InputError(
-                    f"mm_kwargs: {type(tower).__name__} reads item {index} as one of {shown(size)} rows; "
-                    f"expected an integer from 0 to {_MOST_TOKENS}; got {shown(spec)}"
-                )
-
-
-def _with_integers(spec: Any) -> Any:
-    """Returns a spec with integers for sizes that a tower computed from its inputs."""
-    if not isinstance(spec.input_size, Tensor | np.generic):
+def _checked(tower: Any, index: int, spec: Any) -> Any:
+    """Returns a spec with integers for sizes, which a tower may have computed from its inputs."""
+    paths = spec.path_output_tokens or {}
+    sizes = [spec.input_size, spec.output_tokens, *paths.values()]
+    integers: list[int] = []
+    for size in sizes:
+        try:
+            integer = -1 if type(size).__name__ == "bool" else operator.index(size)
+        except TypeError:  # of several elements, or no integer
+            integer = -1
+        if not 0 <= integer <= _MOST_TOKENS:
+            raise InputError(
+                f"mm_kwargs: {type(tower).__name__} reads item {index} as one of {shown(size)} rows; "
+                f"expected an integer from 0 to {_MOST_TOKENS}; got {shown(spec)}"
+            )
+        integers.append(integer)
+    if all(type(size) is int for size in sizes):
         return spec
-    integer: Any = operator.index
-    try:
-        paths = {name: integer(size) for name, size in spec.path_output_tokens.items()}
-        return EncoderItemSpec(integer(spec.input_size), integer(spec.output_tokens), paths)
-    except TypeError:  # of several elements, or no integer
-        return spec
+    return EncoderItemSpec(integers[0], integers[1], dict(zip(paths, integers[2:], strict=True)))
 
 
 class RequestItems(NamedTuple):
@@ -296,12 +290,14 @@ class RowGroups:
         self.patches = tuple(patches)
 
     @classmethod
-    def of(cls, samples: Sequence[Mapping[str, Tensor]]) -> RowGroups:
-        """Finds the factors that hold in all samples of a forward's inputs, of different sizes."""
+    def of(cls, samples: Sequence[Mapping[str, Tensor]], without: Collection[str] = ()) -> RowGroups:
+        """Finds the factors that hold in all samples of a forward's inputs, of different sizes, but for the
+        inputs `without`.
+        """
         rows = {
             name: [sample[name].shape[0] for sample in samples]
             for name, tensor in samples[0].items()
-            if tensor.dim() > 0
+            if tensor.dim() > 0 and name not in without
         }
         growing = {name: counts for name, counts in rows.items() if len(set(counts)) > 1}
         if not growing:
@@ -355,18 +351,3 @@ class RowGroups:
 
 def _num_rows(value: StaticValue) -> int:
     return value.shape[0] if isinstance(value, Tensor) else sum(part.shape[0] for part in value)
-
-
-def row_groups_of(
-    first_values: Callable[[Sequence[int]], Mapping[str, Tensor]],
-    budgets: Sequence[int],
-    without: Collection[str],
-) -> RowGroups:
-    """Finds the inputs with a row for a group of patches, but for those `without`, from inputs of three
-    budgets: `first_values` makes them of the first budget for which it can.
-    """
-    sizes = {0, len(budgets) // 2, len(budgets) - 1}
-    if len(sizes) < 2:
-        return RowGroups()
-    samples = [first_values(budgets[size:]) for size in sorted(sizes)]
-    return RowGroups.of([{n: v for n, v in each.items() if n not in without} for each in samples])

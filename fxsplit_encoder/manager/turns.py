@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 
 from fxsplit_encoder.kernels.choice import Unmeasured, collecting
-from fxsplit_encoder.pauses import Scheduler, StoppedError, has_turn, pausing_by
+from fxsplit_encoder.pauses import Scheduler, StoppedError, has_turn
 
 _POLL_SECONDS = 0.05
 """Poll interval of a step that is not due, in seconds."""
@@ -234,47 +234,21 @@ class WorkBetween(Scheduler):
             self._held.close()
 
 
-def compare_between_requests(run: Callable[[], None], device: torch.device) -> None:
-    """Compares the kernels of all calls of a run. Checking results, which may compile, takes no lock."""
+def compare_ahead(run: Callable[[], None], device: torch.device) -> None:
+    """Compares the kernels of all calls of a run, at first those that wait for no other process. Checking
+    results, which may compile, takes no lock.
+    """
     unmeasured: Unmeasured = {}
     with has_turn(), collecting(unmeasured):
         run()
     # Of its own, so that requests do not queue behind it.
     stream = torch.cuda.Stream(device) if device.type == "cuda" else None
     with torch.cuda.stream(stream):
+        if any(kernel.is_awaited for measurements, _ in unmeasured for kernel in measurements.kernels):
+            for measurements, shape in unmeasured:
+                measurements.compare_unawaited(shape)
         for measurements, shape in unmeasured:
             measurements.compare(shape)
     if stream is not None:
         # While a capture is open torch frees none of the blocks that it keeps for later.
         torch.cuda.empty_cache()
-
-
-class _WhileCompiling(Scheduler):
-    """Compares kernels at each pause of a run; stops it when no other process compiles kernels."""
-
-    def __init__(self, unmeasured: Unmeasured, is_compiling: Callable[[], bool]) -> None:
-        self._unmeasured = unmeasured
-        self._is_compiling = is_compiling
-        self._known = 0
-
-    def pause(self) -> None:
-        new = list(self._unmeasured)[self._known :]
-        self._known += len(new)
-        for measurements, shape in new:
-            self._check()
-            measurements.compare_unawaited(shape)
-        self._check()
-
-    def _check(self) -> None:
-        if not self._is_compiling():
-            raise StoppedError
-
-
-def compare_meanwhile(run: Callable[[], None], is_compiling: Callable[[], bool]) -> None:
-    """Compares the kernels of every class of calls that a run meets while other processes compile kernels."""
-    unmeasured: Unmeasured = {}
-    scheduler = _WhileCompiling(unmeasured, is_compiling)
-    with contextlib.suppress(StoppedError), collecting(unmeasured), pausing_by(scheduler):
-        scheduler.pause()
-        run()
-        scheduler.pause()

@@ -160,10 +160,10 @@ class CapturedProgram(ABC):
         """Captures one budget once, or notes why it is dropped. Pauses as `BudgetLadder.capture`."""
         is_new = budget not in self.captured
         self.ladder.capture(budget)
-        if is_new and not (self.padding_proved or self.declares_padding):
-            for captures in (self.captured, self.ladder.captured_single_segment):
-                if budget in captures:
-                    captures[budget].must_be_full = self.is_always_full(budget)
+        if is_new and budget in self.captured and not (self.padding_proved or self.declares_padding):
+            captured = self.captured[budget]
+            for each in (captured, captured.for_one_segment or captured):
+                each.must_be_full = self.is_always_full(budget)
         # Where nothing says that padding leaves rows alone, always; where the tower says so, with `debug`.
         compares = not self.padding_proved and (self.scope.config.debug or not self.declares_padding)
         if is_new and budget in self.captured and compares:
@@ -279,8 +279,9 @@ class CapturedProgram(ABC):
         """Returns the capture of a size for a batch; ReplayError if a value is missing (capture rule 4)."""
         region = self.region
         lengths = values.get(region.frame_lengths) if region and region.frame_lengths is not None else None
-        single = isinstance(lengths, torch.Tensor) and lengths.shape[0] == 2
-        captured = ladder.best(size, 1 if single else None)
+        captured = ladder.captured[size]
+        if captured.for_one_segment is not None and isinstance(lengths, torch.Tensor):
+            captured = captured.for_one_segment if lengths.shape[0] == 2 else captured
         inputs = captured.inputs
         if not inputs.buffers.keys() <= values.keys():
             inputs.check_complete(values)

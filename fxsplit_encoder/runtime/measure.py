@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fxsplit_encoder.capture.forward import measure_run
 from fxsplit_encoder.capture.inputs import is_cumulative
-from fxsplit_encoder.capture.ladder import BudgetLadder, KnownBudget, MeasuredCosts
+from fxsplit_encoder.capture.ladder import BudgetLadder, MeasuredCosts
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.kernels.attention import KnownSegments
 from fxsplit_encoder.kernels.choice import measuring
@@ -153,7 +153,7 @@ class KnownCosts:
     """Measurements of a forward and its captures, by another process on a device of the same kind."""
 
     forward: MeasuredForward
-    budgets: Mapping[int, KnownBudget]
+    budgets: Mapping[int, MeasuredCosts]
     capture_ms: float
     """What capturing and measuring a budget took."""
 

@@ -1,9 +1,9 @@
-"""The capture request of a forward at one size: of a program, or of a tower's own code."""
+"""The capture request of a program at one size, and what the captures of one owner have in common."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fxsplit_encoder.capture.buffers import SharedBuffers, StaticBuffer
 from fxsplit_encoder.capture.forward import CaptureRequest, ProgramBody, RowCount
-from fxsplit_encoder.capture.inputs import StaticInputs, is_cumulative
+from fxsplit_encoder.capture.inputs import StaticInputs
 from fxsplit_encoder.capture.parameters import CheckedParameters
 from fxsplit_encoder.capture.pool import GraphPool
 from fxsplit_encoder.config import EncoderConfig
@@ -27,43 +27,36 @@ PaddingLogics: TypeAlias = Mapping[str, Callable[[Tensor, Tensor], None]]
 """By name, how a tower fills an input of a capture (first) from a value (second) itself."""
 
 
-@dataclass(frozen=True, slots=True)
-class FreshInputs:
-    """Inputs of one size, newly made: a capture takes them over."""
-
-    tokens: int
-    """The size in output tokens."""
-    values: dict[str, Tensor]
-    rows: int | None = None
-    """Rows of the attended sequence; None: not known."""
-    bindings: Bindings | None = None
-    """Of a program, with everything but the region's inputs in its slots."""
-
-
 def request_of_program(
     region: NamedRegion,
-    fresh: FreshInputs,
+    tokens: int,
+    values: Mapping[str, Tensor],
+    bindings: Bindings,
     parameters: CheckedParameters,
     shared: SharedBuffers,
     padding_logics: PaddingLogics | None = None,
 ) -> CaptureRequest:
-    """Makes the request of a program, and with it the one for a single segment; CaptureError where the trace
-    does not hold for inputs of these sizes. A replay has to compare `parameters`.
+    """Makes the request of a program over `values` of so many output tokens, which it takes over, and with it
+    the one for a single segment; CaptureError where the trace does not hold for inputs of these sizes. A
+    replay has to compare `parameters`.
+
+    Args:
+        bindings: with everything but the region's inputs in the slots.
     """
-    program, bindings = region.program, fresh.bindings
-    assert bindings is not None
+    program = region.program
     if not program.may_be_captured(bindings.symbols):
         raise CaptureError(
-            f"the trace does not hold for {fresh.tokens} tokens: the code was traced for other sizes"
+            f"the trace does not hold for {tokens} tokens: the code was traced for other sizes"
         )
     logics = padding_logics or {}
     buffers = {
-        name: _buffer(region, name, tensor, logics.get(name), shared) for name, tensor in fresh.values.items()
+        name: _buffer(region, name, tensor, logics.get(name), shared) for name, tensor in values.items()
     }
-    num_rows = RowCount(fresh.rows, program.device) if fresh.rows is not None else None
+    rows = program.tokens(bindings)
+    num_rows = RowCount(rows, program.device) if rows is not None else None
     if program.num_rows_slot is not None and num_rows is not None:
         bindings.slots[program.num_rows_slot] = num_rows.tensor
-    rows = fresh.tokens if fresh.rows is None else fresh.rows
+    rows = tokens if rows is None else rows
 
     def request_over(own: Mapping[str, StaticBuffer]) -> CaptureRequest:
         inputs = StaticInputs(own.values())
@@ -82,34 +75,6 @@ def request_of_program(
         return request_over({**buffers, frames: StaticBuffer(frames, lengths, None)})
 
     return replace(request, single_segment=single_segment)
-
-
-def request_of_module(
-    forward: Callable[[Mapping[str, Tensor]], Any],
-    fresh: FreshInputs,
-    parameters: CheckedParameters,
-    shared: SharedBuffers,
-    *,
-    growing: Collection[str],
-    splitting_ops: tuple[str, ...],
-    padding_logics: PaddingLogics,
-) -> CaptureRequest:
-    """Makes the request of a forward that is captured as it is; `growing` names the inputs of every batch."""
-    own = (
-        StaticBuffer(name, tensor, 0, padding_logics.get(name), may_be_left_out=name not in growing)
-        for name, tensor in fresh.values.items()
-    )
-    inputs = StaticInputs(shared.share(buffer) if buffer.name in growing else buffer for buffer in own)
-    tensors = inputs.tensors
-    unpadded = fresh.values.keys() - padding_logics.keys()
-    return CaptureRequest(
-        inputs,
-        lambda: (forward(tensors),),
-        parameters,
-        fresh.tokens,
-        lengths=[name for name in fresh.values if name in unpadded and is_cumulative(fresh.values[name])],
-        splitting_ops=splitting_ops,
-    )
 
 
 def _buffer(

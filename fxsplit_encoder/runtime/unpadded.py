@@ -85,7 +85,7 @@ class UnpaddedCaptures:
         self._measured = scope.agree is None  # times differ between ranks
         self._remaining_bytes = scope.remaining_bytes
         self._pool = scope.pool
-        """Gives the device and the record of what callers hold; generations have memory of their own."""
+        """Gives the device; generations have memory of their own."""
         self._attention_ms = attention_ms
         self.generations: list[BudgetLadder] = []
         self._last_use: dict[BudgetLadder, int] = {}
@@ -279,10 +279,7 @@ class UnpaddedCaptures:
     def _open_generation(self) -> BudgetLadder:
         newest = self.generations[-1] if self.generations else None
         if newest is None or len(newest.captured) >= max(1, self.max_captures // _GENERATIONS):
-            base = self._pool
-            pool = GraphPool(
-                base.device, handed_out=base.handed_out, stream=self._stream, priority=base.priority
-            )
+            pool = GraphPool(self._pool.device, stream=self._stream, priority=self._pool.priority)
             self._stream = pool.stream
             newest = BudgetLadder(
                 self._prepared.pop,

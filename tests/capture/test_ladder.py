@@ -14,7 +14,7 @@ from fxsplit_encoder.capture.breakable import eager_break_during_capture
 from fxsplit_encoder.capture.buffers import StaticBuffer
 from fxsplit_encoder.capture.forward import CapturedForward, CaptureRequest, MeasuredRun
 from fxsplit_encoder.capture.inputs import StaticInputs
-from fxsplit_encoder.capture.ladder import BudgetLadder, KnownBudget, MeasuredCosts
+from fxsplit_encoder.capture.ladder import BudgetLadder, MeasuredCosts
 from fxsplit_encoder.capture.parameters import StaticParameters
 from fxsplit_encoder.capture.pool import GraphPool
 from fxsplit_encoder.errors import CaptureError, ConfigError
@@ -61,7 +61,7 @@ def test_a_budget_is_captured_once_in_its_mode(mode: str, captured_mode: str, re
     made = make_ladder(mode, requests)
     captured = made.capture(8)
     assert captured is not None
-    assert made.capture(8) is captured is made.best(8, None) is made.best(8, 1)
+    assert made.capture(8) is captured
     assert captured.mode == captured_mode
     assert requests == [8]
 
@@ -132,7 +132,8 @@ class Measured:
 
             captured.record = record  # type: ignore[method-assign]
             captured.measure = lambda: costs[name]  # type: ignore[method-assign]
-            captured.release = lambda: self.released.append(name)  # type: ignore[method-assign]
+            release = captured.release
+            captured.release = lambda: (self.released.append(name), release())  # type: ignore[method-assign]
             return captured
 
         monkeypatch.setattr(ladder, "CapturedForward", make)
@@ -151,14 +152,11 @@ def test_auto_keeps_the_cheapest_mode_and_a_graph_for_one_segment_where_that_is_
     captured = measured.ladder.capture(8)
     assert captured is not None and captured.mode == "piecewise"
     assert measured.released == (["full", "single"] if single > 1 else ["full"])
-    best = measured.ladder.best(8, 1)
-    assert best.mode == ("piecewise" if single > 1 else "full")
-    assert (best is captured) == (single > 1)
-    assert measured.ladder.best(8, 2) is measured.ladder.best(8, None) is captured
+    best = captured.for_one_segment
+    assert (best and best.mode) == (None if single > 1 else "full")
     assert measured.ladder.num_bytes(8) == 15  # what was tried stays in the pool
     measured.ladder.clear()
     assert sorted(measured.released) == ["full", "piecewise", "single"]
-    assert not measured.ladder.captured_single_segment
 
 
 @pytest.mark.parametrize(
@@ -291,7 +289,7 @@ def test_what_a_capture_would_run_is_run_once_and_nothing_is_captured(
         made.run(8)
     assert runs == [0, 1, 2], "a pause before each"
     assert ran == ["any", "single", "single"] and not made.captured and not made.costs
-    made.expect({8: KnownBudget(MeasuredCosts({"full": 1.0}, 1.0), "full")}, 1.0)
+    made.expect({8: MeasuredCosts({"full": 1.0}, 1.0, mode="full")}, 1.0)
     made.run(8)
     assert len(ran) == 3, "of a known budget nothing is compared"
 
@@ -396,7 +394,7 @@ def test_what_another_ladder_found_is_captured_without_timing(
         captured = second.ladder.capture(8)
         assert captured is not None and captured.mode == "piecewise"
         assert second.ladder.costs == first.costs
-        assert second.ladder.captured_single_segment.keys() == first.captured_single_segment.keys()
+        assert (captured.for_one_segment is None) == (single > 1)
         assert second.ladder.capture_ms == first.capture_ms
         assert second.ladder.known() == known
         second.ladder.clear()  # what is known stays known

@@ -557,7 +557,7 @@ def test_rule_9_a_failed_capture_for_one_segment_keeps_the_general_one(cuda: Fak
     captured = ladder.capture(4)
     assert captured is not None
     assert not ladder.dropped
-    assert ladder.best(4, 1) is captured
+    assert captured.for_one_segment is None
 
 
 # --- 10: one pool, largest first, retired as a whole

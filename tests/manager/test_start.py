@@ -23,7 +23,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fxsplit_encoder as fx
-from fxsplit_encoder.capture.ladder import KnownBudget, MeasuredCosts
+from fxsplit_encoder.capture.ladder import MeasuredCosts
 from fxsplit_encoder.compile import saved
 from fxsplit_encoder.errors import InputError, StartFileError
 from fxsplit_encoder.kernels import store
@@ -39,6 +39,7 @@ from fxsplit_encoder.manager.start import (
     tower_key,
     write_parts,
 )
+from fxsplit_encoder.manager.tower import named_tensors
 from fxsplit_encoder.runtime.measure import KnownCosts, MeasuredForward
 
 from .managers import generation_of
@@ -217,7 +218,8 @@ def test_a_program_that_gives_other_results_is_traced(
         lambda key, guards: lambda *args: [x if fits else 2 * x for x in pieces[key](*args)],
     )
     second = fx.EncoderCudaGraphManager(SplitModel(), config)
-    second.paths["default"].saved = first.paths["default"].to_save()
+    tensors = named_tensors(first.tower)
+    second.paths["default"].saved = saved.save_program(first.paths["default"].program, tensors)
     counts = torch._dynamo.utils.counters["stats"]
     before = counts["unique_graphs"]
     second.capture()
@@ -355,8 +357,8 @@ def test_a_failed_write_leaves_the_old_file_and_no_other(
 KNOWN_COSTS = KnownCosts(
     MeasuredForward(((4, 1.5), (16, math.inf)), 0.5, 3.0, 0.5, 0.25, 99, 2.0),
     {
-        4: KnownBudget(MeasuredCosts({"full": math.inf}, 2.0, 0.5, 0.1, 0.7), "full"),
-        16: KnownBudget(MeasuredCosts({}, math.inf, math.inf, 0.0, None), None),
+        4: MeasuredCosts({"full": math.inf}, 2.0, 0.5, 0.1, 0.7, "full"),
+        16: MeasuredCosts({}, math.inf, math.inf, 0.0),
     },
     7.0,
 )

@@ -23,7 +23,7 @@ from fxsplit_encoder.kernels.store import KernelStore
 from fxsplit_encoder.manager import lifecycle as module
 from fxsplit_encoder.manager.compile_process import build_kernels
 from fxsplit_encoder.manager.lifecycle import serving_scope
-from fxsplit_encoder.manager.turns import StoppedError, Turns, compare_between_requests, compare_meanwhile
+from fxsplit_encoder.manager.turns import StoppedError, Turns, compare_ahead
 from fxsplit_encoder.pauses import pause, pausing_by
 from fxsplit_encoder.runtime.captured_program import Choosers
 from tests.kernels.attention.fakes import Everywhere, FakeKernel
@@ -266,7 +266,7 @@ class Scene:
 
     def work(self, *shapes: AttentionShape) -> None:
         with pausing_by(Pauses(lambda: None, around=lambda: mock.patch.object(self, "where", "turn"))):
-            compare_between_requests(lambda: self.run(*shapes), CPU)
+            compare_ahead(lambda: self.run(*shapes), CPU)
 
 
 def table(scene: Scene) -> Any:
@@ -334,57 +334,25 @@ def measure(scene: Scene, *shapes: AttentionShape) -> list[str]:
     return sorted({what for what, _ in scene.log} - {"clock"})
 
 
-def test_while_others_compile_what_waits_for_none_of_them_is_compared() -> None:
+def test_what_waits_for_other_processes_is_compared_last_and_all_as_ever() -> None:
     scene, at_once = late_scene(), late_scene()
     other = dataclasses.replace(CAPTURED, tokens=96, longest=48)
-
-    def run() -> None:
-        for shape in (CAPTURED, KNOWN, other):
-            scene.chooser.ranking(shape)
-            pause()
-
-    compare_meanwhile(run, lambda: True)
-    assert {what for what, _ in scene.log} == {"one", "two", "clock"}
-    assert not table(scene), "nothing is decided without the others"
-    assert measure(scene, CAPTURED, other) == ["late"]
-    assert measure(scene, KNOWN) == ["late", "one", "two"], "other processes may slow calls of the host"
-    measure(at_once, CAPTURED, other, KNOWN)
+    scene.work(CAPTURED, KNOWN, other)
+    before = [what for what, _ in scene.log[: scene.log.index(("late", "beside"))]]
+    # Two kernels on two calls of two captured classes: other processes may slow those of the host.
+    assert set(before) == {"one", "two", "clock"} and before.count("clock") == 2 * 2 * 2
+    assert measure(at_once, CAPTURED, KNOWN, other) == ["late", "one", "two"]
     assert table(scene) == table(at_once)
 
 
-@pytest.mark.parametrize("moments", range(6))
-def test_as_soon_as_others_are_done_all_is_compared_as_ever(moments: int) -> None:
-    scene, at_once = late_scene(), late_scene()
-    left, num_runs = iter(range(moments)), 0
-
-    def run() -> None:
-        nonlocal num_runs
-        for shape in (CAPTURED, KNOWN):
-            scene.chooser.ranking(shape)
-            num_runs += 1
-            pause()
-
-    compare_meanwhile(run, lambda: next(left, None) is not None)
-    assert num_runs == min(2, (moments + 1) // 2)  # it asks before each run and before each class
-    assert not table(scene)
-    measure(scene, CAPTURED, KNOWN)
-    measure(at_once, CAPTURED, KNOWN)
-    assert table(scene) == table(at_once)
-
-
-@pytest.mark.parametrize("meanwhile", [False, True])
-def test_memory_that_runs_out_leaves_a_class_without_a_choice(meanwhile: bool) -> None:
-    scene = late_scene() if meanwhile else Scene()
+def test_memory_that_runs_out_leaves_a_class_without_a_choice() -> None:
+    scene = late_scene()
     meter = scene.chooser.measurements.meter
 
     def none_left(shape: AttentionShape) -> Any:
         raise torch.OutOfMemoryError("none left")
 
     meter.examples = none_left  # type: ignore[method-assign]
-    if meanwhile:
-        compare_meanwhile(lambda: scene.chooser.ranking(CAPTURED), lambda: True)
-        assert not scene.log
-    else:
-        scene.work(CAPTURED)
-        (found,) = table(scene).values()
-        assert not found.microseconds and not found.rejected
+    scene.work(CAPTURED)
+    (found,) = table(scene).values()
+    assert not found.microseconds and not found.rejected

@@ -70,7 +70,7 @@ def replayed(shapes: UnpaddedCaptures, tokens: int) -> Tensor | None:
     ladder = shapes.of_size(tokens)
     if ladder is None:
         return None
-    captured = ladder.best(tokens, None)
+    captured = ladder.captured[tokens]
     captured.load({"x": torch.ones(tokens)}, tokens)
     return captured.replay()[0].clone()
 

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 import fxsplit_encoder as fx
 from fxsplit_encoder.capture.buffers import parts_of
+from fxsplit_encoder.capture.forward import CapturedForward
 from fxsplit_encoder.compile import saved
 from fxsplit_encoder.compile.saved import restore_program
 from fxsplit_encoder.errors import ReplayError
@@ -130,7 +131,7 @@ def test_its_programs_are_saved_and_restored(case: Case, monkeypatch: pytest.Mon
         with monkeypatch.context() as patch:  # in place of Inductor's cache
             patch.setattr(saved, "_key_of", lambda step: (str(step.distinct), ""))
             patch.setattr(saved, "_load_piece", lambda key, guards, known=pieces: known[key])
-            content = path.to_save()
+            content = saved.save_program(path.program, named_tensors(path.tower))
             restored = restore_program(content, named_tensors(case.manager.tower), CPU)
         for budget in path.budgets[:2]:
             values = path.capture_values(budget)
@@ -424,17 +425,25 @@ def test_at_the_exact_shape_each_attention_has_its_own_bound(
 
 
 @of_windows
-def test_one_frame_alone_narrows_the_lengths_of_frames_only(case: Case) -> None:
+def test_one_frame_alone_narrows_the_lengths_of_frames_only(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
     program: Any = case.manager.programs["default"]
     assert program.region.segment_inputs == ("cu_window_seqlens", "cu_seqlens")
     assert program.region.frame_lengths == "cu_seqlens"
-    request = case.manager.paths["default"].ladder.request(16)
+    path = case.manager.paths["default"]
+    request = path.ladder.request(16)
     before, after = (
         {name: buffer.tensor.shape[0] for name, buffer in each.inputs.buffers.items()}
         for each in (request, request.single_segment())
     )
     assert (before["cu_seqlens"], after["cu_seqlens"]) == (10, 2)
     assert {**before, "cu_seqlens": 2} == after
+    single = CapturedForward(request.single_segment(), "full", path.scope.pool)
+    monkeypatch.setattr(path.captured[16], "for_one_segment", single)
+    for frames, captured in (([(1, 4, 6)], single), ([(1, 4, 6), (1, 4, 4)], path.captured[16])):
+        values = path.values(case.inputs.make(items("image", frames)))
+        assert path.best_capture(path.ladder, 16, values) is captured
 
 
 @of_windows

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,6 +26,7 @@ from fxsplit_encoder.kernels.attention.chooser import Measurements, choosing
 from fxsplit_encoder.kernels.choice import measuring
 from fxsplit_encoder.planning.plan import InvariantPolicy
 
+from ...waiting import wait_until
 from .fakes import CUDA, FakeMeter, cumulative, fused_qkv, shape
 
 PACKED = ["flash_attn_4", "flash_attn_4_64x128", "flash_attn_4_128x128"]
@@ -105,18 +105,16 @@ def test_processes_that_wait_already_are_used_and_the_others_end(possible: Path)
 
 
 def test_processes_that_get_no_more_are_over_once_all_is_compiled(possible: Path) -> None:
-    assert not processes.is_compiling()
     processes.start(["one", "two"], 72, torch.bfloat16, HOPPER)
     processes.warm_up(2, HOPPER)
-    assert processes.is_compiling()
     processes.begin_no_more()
-    while processes.is_compiling():
-        time.sleep(0.01)
+    (process,) = processes.state.processes  # of the other, without jobs, nothing is left
+    wait_until(lambda: process.child.status is not None)
     assert processes.is_running() and done(possible) == ["one-72", "two-72"]
     processes.start(["three"], 72, torch.bfloat16, HOPPER)  # another process: those take no more
-    assert len(processes.state.processes) == 2 and processes.is_compiling()
+    assert len(processes.state.processes) == 2
     processes.wait()
-    assert not processes.is_running() and not processes.is_compiling()
+    assert not processes.is_running()
     assert done(possible) == ["one-72", "three-72", "two-72"]
 
 
