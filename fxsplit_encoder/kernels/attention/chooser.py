@@ -35,7 +35,6 @@ from fxsplit_encoder.kernels.kernel import works
 from fxsplit_encoder.kernels.meter import Example, Meter, poison_memory
 from fxsplit_encoder.kernels.store import KernelStore
 from fxsplit_encoder.messages import nearest
-from fxsplit_encoder.planning.plan import BATCH_DEPENDENT, InvariantPolicy
 
 logger = logging.getLogger(__name__)
 
@@ -233,7 +232,7 @@ MEASUREMENTS = Measurements(store=kept)
 
 
 class KernelChooser(Chooser[AttentionShape, AttentionKernel]):
-    """Chooses the kernel of each call by the setting `attention`, or by time; or one for all by `policy`."""
+    """Chooses the kernel of each call by the setting `attention` or by time; one for all if `invariant`."""
 
     current: ClassVar[ContextVar[KernelChooser]]
 
@@ -242,12 +241,12 @@ class KernelChooser(Chooser[AttentionShape, AttentionKernel]):
         attention: str | Mapping[str, str] = AUTO,
         measurements: Measurements = MEASUREMENTS,
         *,
-        policy: InvariantPolicy = BATCH_DEPENDENT,
+        invariant: bool = False,
     ) -> None:
         super().__init__(measurements)
         self._kernels = {kernel.name: kernel for kernel in measurements.kernels}
         self._pins = parse_pins(attention, [*self._kernels])
-        self.policy = policy
+        self.invariant = invariant
         self._by_heads: dict[tuple[object, ...], AttentionKernel] = {}
         self._warned: set[str] = set()
 
@@ -276,7 +275,7 @@ class KernelChooser(Chooser[AttentionShape, AttentionKernel]):
             for name in sorted(self.pinned_names)
             if (reason := self._kernels[name].unavailable_reason(device)) is not None
         ]
-        if self.policy.one_attention_kernel and not problems:
+        if self.invariant and not problems:
             allowed = sorted(invariant_names(self.measurements.kernels, device))
             problems = [
                 f"attention: contradicts invariant: {name} may attend by several algorithms on {device}; "
@@ -297,7 +296,7 @@ class KernelChooser(Chooser[AttentionShape, AttentionKernel]):
 
     def ranking(self, shape: AttentionShape) -> tuple[AttentionKernel, ...]:
         """Returns the kernels that may compute this shape, the chosen one first; at least one."""
-        return (self.only(shape),) if self.policy.one_attention_kernel else super().ranking(shape)
+        return (self.only(shape),) if self.invariant else super().ranking(shape)
 
     def only(self, shape: AttentionShape) -> AttentionKernel:
         """Returns the kernel of every call with such heads if `invariant`; ConfigError if there is none."""
