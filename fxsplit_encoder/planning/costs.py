@@ -181,8 +181,6 @@ class PathTable:
         self.has_one_segment = single != several
         self.predicts_fallbacks = bool(path_costs.exact or path_costs.eager)
         """Whether the cost of a fallback is a time."""
-        self.knows_eager = bool(path_costs.eager)
-        """Whether the cost of the eager forward is known, which takes any number of items."""
 
     # --- one batch
 

@@ -136,8 +136,8 @@ class _Prices:
         self._per_batch = per_batch
         # Limits that all items together keep are left out, to save time.
         always_held = [table.always_held for _, table in self.paths if table.always_held is not None]
-        self.knows_eager = all(table.knows_eager for _, table in self.paths)
-        """Whether batches of more items than captures hold may run eagerly."""
+        self.knows_eager = all(table.path_costs.eager for _, table in self.paths)
+        """Whether batches of more items than captures hold may run eagerly, at a known cost."""
         self._limits_frames = sum(loads.frames) > capacity.max_frames
         self._limits_segments = bool(always_held) and sum(loads.segments) > min(always_held)
         rows = [tokens for tokens, _ in self.paths]

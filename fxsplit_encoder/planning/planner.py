@@ -41,12 +41,9 @@ def build_plan(
     """
     per_batch = costs.per_batch if costs is not None else None
     batches: list[PlannedBatch] = []
-    for axis_keys, reason, indices in _groups(items):
+    for indices in _groups(items):
         chosen = items if len(indices) == len(items) else [items[index] for index in indices]
-        if reason is not None:
-            batches += _fall_back(chosen, indices, limits, reason)
-            continue
-        paths = [_path(limits, name, axis_keys, costs) for name in limits.path_budgets]
+        paths = [_path(limits, name, chosen[0], costs) for name in limits.path_budgets]
         group = _Group(chosen, indices, paths)
         batches += [
             group.plan(positions, limits, packing == "cost", per_batch)
@@ -55,17 +52,15 @@ def build_plan(
     return Plan(tuple(batches), len(items))
 
 
-def _groups(
-    items: Sequence[Item],
-) -> Iterable[tuple[tuple[Hashable, ...], MissReason | None, Sequence[int]]]:
-    """The items that may share batches: their axis keys, why they are not replayed, their positions."""
+def _groups(items: Sequence[Item]) -> Iterable[Sequence[int]]:
+    """The positions of items that may share batches: of equal axis keys, and refused for one reason."""
     kinds = list(map(_KIND, items))
     if len(set(kinds)) <= 1:
-        return [(*kind, range(len(items))) for kind in kinds[:1]]
-    groups: defaultdict[tuple[tuple[Hashable, ...], MissReason | None], list[int]] = defaultdict(list)
+        return [range(len(items))] if items else []
+    groups: defaultdict[Hashable, list[int]] = defaultdict(list)
     for index, kind in enumerate(kinds):
         groups[kind].append(index)
-    return [(*kind, indices) for kind, indices in groups.items()]
+    return groups.values()
 
 
 # --- one path
@@ -78,6 +73,8 @@ class _Path:
     """All budgets of the path, captured or not."""
     table: PathTable
     """With the budgets that are captured."""
+    refusal: MissReason | None
+    """Why no item of the group is replayed."""
 
     @property
     def budgets(self) -> tuple[int, ...]:
@@ -96,6 +93,8 @@ class _Path:
         table = self.table
         if tokens == 0 and table.skippable:
             return _SKIPPED
+        if self.refusal is not None:
+            return PathPlan(tokens, reason=self.refusal)
         attention = table.path_costs.attention * pairs
         if not items_fit:
             milliseconds = table.path_costs.eager_curve.at(tokens) + attention if tokens else None
@@ -130,12 +129,14 @@ class _Path:
         return MissReason.EAGER_IS_FASTER if eager else MissReason.EXACT_IS_FASTER
 
 
-def _path(limits: Limits, name: str, axis_keys: tuple[Hashable, ...], costs: CostModel | None) -> _Path:
+def _path(limits: Limits, name: str, item: Item, costs: CostModel | None) -> _Path:
+    """A path of the batches of such items."""
     listed = limits.path_budgets[name]
-    priced = costs.paths.get((name, axis_keys), _NO_COSTS) if costs is not None else _unmeasured(listed)
+    priced = costs.paths.get((name, item.axis_keys), _NO_COSTS) if costs is not None else _unmeasured(listed)
     ready = tuple([budget for budget in listed if budget in priced.replay])
     largest = listed[-1] if listed else _LARGEST_WITHOUT_BUDGETS
-    return _Path(name, listed, priced.table(ready, largest, name in limits.skippable_paths))
+    table = priced.table(ready, largest, name in limits.skippable_paths)
+    return _Path(name, listed, table, item.refusal)
 
 
 # The costs of a path without measurements, where others have some.
@@ -150,28 +151,11 @@ def _unmeasured(budgets: tuple[int, ...]) -> PathCosts:
 # --- the items of a request
 
 
-def _fall_back(
-    items: Sequence[Item], indices: Sequence[int], limits: Limits, reason: MissReason
-) -> list[PlannedBatch]:
-    """Batches, in order, of as many items as allowed, that replay nothing."""
-    batches = []
-    for start in range(0, len(items), limits.max_items_per_batch):
-        end = start + limits.max_items_per_batch
-        loads = Loads(items[start:end], limits.path_budgets)
-        paths = {}
-        for path, counts in loads.tokens.items():
-            tokens = sum(counts)
-            skipped = tokens == 0 and path in limits.skippable_paths
-            paths[path] = _SKIPPED if skipped else PathPlan(tokens, reason=reason)
-        planned = PlannedBatch(tuple(indices[start:end]), paths, sum(loads.totals), items[start].axis_keys)
-        batches.append(planned)
-    return batches
-
-
 class _Group:
     def __init__(self, items: Sequence[Item], indices: Sequence[int], paths: Sequence[_Path]) -> None:
         self._indices = indices
         self._axis_keys = items[0].axis_keys
+        self._is_refused = items[0].refusal is not None
         self._paths = paths
         self._loads = Loads(items, [path.name for path in paths])
         self._has_frames = any(self._loads.frames)
@@ -183,6 +167,9 @@ class _Group:
     def pack(self, limits: Limits, packing: Packing, per_batch: float) -> list[list[int]]:
         if len(self._loads) == 1:
             return [[0]]
+        if self._is_refused:
+            order, most = list(range(len(self._loads))), limits.max_items_per_batch
+            return [order[start : start + most] for start in range(0, len(order), most)]
         held = [most for path in self._paths for most in path.table.max_segments if most is not None]
         capacity = Capacity(
             {path.name: path.greedy_maximum for path in self._paths},

@@ -170,15 +170,13 @@ class PackedTower(WrappedTower):
         return _Request(described, seen.patches, True)
 
     def _read_request(self, mm_kwargs: dict[str, Any]) -> _Request:
-        if len(self.input_keys) == 1:
-            self.refuse_videos(mm_kwargs)
         for key in _EMBEDDINGS:
             if mm_kwargs.get(key) is not None:
                 raise InputError(
                     f"{key}: these are embeddings already, expected pixels; leave them out and encode the "
                     "other items"
                 )
-        inputs.check_given(mm_kwargs, itertools.chain(*self.input_keys), type(self).__name__)
+        self.check_given(mm_kwargs, [*itertools.chain(*self.input_keys)])
         grids: list[list[Grid]] = []
         patches: list[Tensor] = []
         missing = None

@@ -80,8 +80,8 @@ class AttentionMeter(Meter[AttentionShape, AttentionKernel]):
             boundaries = [0, *itertools.accumulate(lengths)]
             cu_seqlens = torch.tensor(boundaries, dtype=torch.int32, device=shape.device)
             query, key, value = qkv.unbind(1)
-            values = (query, key, value, cu_seqlens, shape.longest, shape.head_dim**-0.5)
-            made.append(AttentionExample(*values, boundaries[-1], shape.is_captured))
+            arguments = (query, key, value, cu_seqlens, shape.longest, shape.head_dim**-0.5)
+            made.append(AttentionExample(arguments, boundaries[-1], shape.is_captured))
         return made
 
     def calls(self, shape: AttentionShape) -> Sequence[tuple[object, ...]]:
@@ -93,34 +93,27 @@ class AttentionMeter(Meter[AttentionShape, AttentionKernel]):
 class AttentionExample(Example[AttentionKernel]):
     """The arguments of one call, and how many of its rows lie inside a segment (the first ones)."""
 
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    cu_seqlens: Tensor
-    max_seqlen: int
-    scale: float
+    arguments: tuple[Tensor, Tensor, Tensor, Tensor, int, float]
+    """Those of `AttentionKernel.__call__`."""
     rows: int
     is_captured: bool
 
     def expected(self) -> Tensor:
         """Returns the rows inside segments, one segment at a time."""
-        query, key, value = (tensor.float() for tensor in (self.query, self.key, self.value))
-        out = _reference(query, key, value, self.cu_seqlens, self.max_seqlen, self.scale)
+        query, key, value, cu_seqlens, longest, scale = self.arguments
+        out = _reference(query.float(), key.float(), value.float(), cu_seqlens, longest, scale)
         return out[: self.rows]
 
     def result(self, kernel: AttentionKernel) -> Tensor:
         """Returns the rows inside segments."""
-        poison_memory(self.query)
-        return self._attend(kernel, None)[: self.rows]
+        poison_memory(self.arguments[0])
+        return kernel(*self.arguments)[: self.rows]
 
     def timed(self, kernel: AttentionKernel) -> Callable[[], object]:
         """Returns the call, with a result tensor if it is eager, as between captured graphs."""
-        out = None if self.is_captured else self.query.new_empty(self.query.shape)
-        return lambda: self._attend(kernel, out)
-
-    def _attend(self, kernel: AttentionKernel, out: Tensor | None) -> Tensor:
-        values = (self.query, self.key, self.value)
-        return kernel(*values, self.cu_seqlens, self.max_seqlen, self.scale, out)
+        query = self.arguments[0]
+        out = None if self.is_captured else query.new_empty(query.shape)
+        return lambda: kernel(*self.arguments, out)
 
 
 def example_lengths(shape: AttentionShape) -> list[list[int]]:
