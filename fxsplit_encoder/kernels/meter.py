@@ -56,13 +56,6 @@ class Measured:
     """Those of them that raised, and not because they do not compute such calls."""
 
 
-@dataclass(slots=True)
-class TimeSpent:
-    """Seconds of this process."""
-
-    seconds: float = 0.0
-
-
 class Example(ABC, Generic[KernelT]):
     """One call on random values."""
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.models.encoders.transformer import ClassEmbeddings, EncoderLayers, check_tiles
-from fxsplit_encoder.towers.folded import FoldedTable, FoldedTables, resized_grid, sides_of
+from fxsplit_encoder.towers.folded import FoldedTable, FoldedTables, resized_grid
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class SamVisionModel(nn.Module):
     def __init__(self, config: SamConfig, sizes: Sequence[int]) -> None:
         super().__init__()
         side = config.image_size // config.patch_size
-        sides = sides_of(sizes, config.patch_size)
+        sides = [size // config.patch_size for size in sizes]
         patches = nn.Conv2d(3, config.hidden_size, config.patch_size, stride=config.patch_size)
         self.patch_embed = nn.Sequential(OrderedDict(proj=patches))
         self.pos_embed = nn.Parameter(torch.zeros(1, side, side, config.hidden_size))
@@ -230,7 +230,7 @@ class DeepseekOcrVisionModel(nn.Module):
         sizes = (config.base_size, config.image_size)
         self.config = config
         self.sam_model = SamVisionModel(config.sam, sizes)
-        self.vision_model = ClipEncoder(config.clip, sides_of(sizes, config.pixels_per_feature))
+        self.vision_model = ClipEncoder(config.clip, [size // config.pixels_per_feature for size in sizes])
         projector = nn.Linear(2 * config.clip.hidden_size, config.out_hidden_size)
         self.projector = nn.Sequential(OrderedDict(layers=projector))
         self.image_newline = nn.Parameter(torch.zeros(config.out_hidden_size))

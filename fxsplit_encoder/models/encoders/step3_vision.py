@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fxsplit_encoder.models.encoders.transformer import ClassEmbeddings, EncoderLayers, check_tiles
-from fxsplit_encoder.towers.folded import FoldedTables, sides_of
+from fxsplit_encoder.towers.folded import FoldedTables
 
 # The model was trained with its class token four times over, so that the length divides by eight ranks.
 _CLASS_TOKENS = 4
@@ -68,7 +68,7 @@ class Step3VisionModel(nn.Module):
 
 class _Embeddings(ClassEmbeddings):
     def __init__(self, config: Step3VisionConfig) -> None:
-        sides = sides_of((config.image_size, config.crop_size), config.patch_size)
+        sides = [size // config.patch_size for size in (config.image_size, config.crop_size)]
         super().__init__(config, sides, count=_CLASS_TOKENS)
         self.class_embedding = nn.Parameter(torch.zeros(1, config.hidden_size))  # as in the checkpoint
 
