@@ -21,9 +21,9 @@ from storage import Record, Row, failing
 from timing import between_events, timed, wall_ms
 from worker import relative_error
 
-from fxsplit_encoder.kernels.choice import KernelMeasurements, measuring
+from fxsplit_encoder.kernels.choice import Chooser, KernelMeasurements, measuring
 from fxsplit_encoder.kernels.kernel import works
-from fxsplit_encoder.kernels.products.measured import KERNELS, ProductChooser, ProductMeter, ProductShape
+from fxsplit_encoder.kernels.products.measured import KERNELS, ProductMeter, ProductShape
 
 CALLS = 27
 ROUNDS = 15
@@ -80,7 +80,7 @@ def run(arguments: argparse.Namespace, record: Record) -> None:
     if device.type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
     unavailable = {k.name: reason for k in KERNELS if (reason := k.unavailable_reason(device)) is not None}
-    chooser = ProductChooser(measurements=KernelMeasurements(ProductShape, KERNELS, ProductMeter()))
+    chooser = Chooser(KernelMeasurements(ProductShape, KERNELS, ProductMeter()))
     record.settings.update(calls=CALLS, tiny=arguments.tiny, unavailable=unavailable)
     for layer, (inputs, outputs, activation) in (TINY_LAYERS if arguments.tiny else LAYERS).items():
         for count in arguments.rows:

@@ -37,7 +37,7 @@ from fxsplit_encoder.errors import WeightsMovedError
 from fxsplit_encoder.planning.costs import CostModel
 from fxsplit_encoder.planning.limits import CaptureKey, Limits
 from fxsplit_encoder.planning.plan import Item, MissReason, PathPlan
-from fxsplit_encoder.planning.planner import Captured, build_plan
+from fxsplit_encoder.planning.planner import build_plan
 from fxsplit_encoder.protocol import EncoderItemSpec
 from fxsplit_encoder.runtime.captured_program import CapturedProgram, Choosers
 from fxsplit_encoder.runtime.memory_limit import CaptureSet
@@ -261,10 +261,6 @@ class BudgetDispatcher:
         plan = build_plan(
             [Item(EncoderItemSpec(tokens, tokens), segments=segments)],
             Limits({PATH: program.budgets}, max_items_per_batch=1, max_frames_per_batch=0),
-            Captured(
-                frozenset(CaptureKey(PATH, budget) for budget in program.captured),
-                frozenset(CaptureKey(PATH, budget) for budget in program.ladder.no_graph_needed),
-            ),
             costs=CostModel({(PATH, ()): costs}),
         )
         planned = plan.batches[0].paths[PATH]

@@ -22,7 +22,6 @@ from fxsplit_encoder.compile.program import Program
 from fxsplit_encoder.compile.trace import compile_graph
 from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.errors import CompileError, ConfigError, InputError
-from fxsplit_encoder.planning.plan import InvariantPolicy
 
 logger = logging.getLogger(__name__)
 
@@ -58,11 +57,10 @@ def encoder_cg(
         config = EncoderConfig.from_options(options or {})
         check_applies(config)
         compile_options = CompileOptions.of(config)
-        policy = compile_options.policy
         if torch.is_grad_enabled() and any(
             isinstance(value, torch.Tensor) and value.requires_grad for value in example_inputs
         ):
-            if not policy.own_forward_may_serve:
+            if config.invariant:
                 raise ConfigError(
                     "invariant: a call with gradients enabled runs the module's own code, whose bits depend "
                     "on the batch; call under torch.no_grad() or torch.inference_mode()"
@@ -85,16 +83,16 @@ def encoder_cg(
         except (ConfigError, RestartAnalysis):
             raise  # the second is how AOT asks Dynamo to trace again
         except Exception as error:  # what Dynamo hands over must give eager's results, whatever fails here
-            warn_once(f"encoder_cg: a graph runs eagerly because {_why_eager(policy, error)}")
+            warn_once(f"encoder_cg: a graph runs eagerly because {_why_eager(config.invariant, error)}")
         return module.forward
 
 
-def _why_eager(policy: InvariantPolicy, error: Exception) -> str:
+def _why_eager(invariant: bool, error: Exception) -> str:
     """Returns a sentence on why a graph did not compile, where it may run eagerly; else raises."""
     if end_blocks(refused=True):  # equal blocks were traced once, which may be at fault
         logger.warning("equal blocks are traced one by one, which takes longer: %s", error)
         raise TraceAgain(restart_reason="equal blocks are traced one by one")
-    if not policy.own_forward_may_serve:
+    if invariant:
         raise ConfigError(
             f"invariant: a graph does not compile, and run eagerly its bits depend on the batch: {error}"
         ) from error

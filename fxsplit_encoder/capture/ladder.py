@@ -25,7 +25,6 @@ from fxsplit_encoder.capture.forward import (
 from fxsplit_encoder.capture.pool import GraphPool
 from fxsplit_encoder.errors import CaptureError, CaptureMemoryError
 from fxsplit_encoder.kernels.choice import measuring
-from fxsplit_encoder.kernels.meter import TimeSpent
 from fxsplit_encoder.pauses import pause, scheduler
 from fxsplit_encoder.planning.costs import EXACT_TOLERANCE
 
@@ -136,7 +135,8 @@ class BudgetLadder:
         self.request = request
         self.attention_ms = attention_ms
         self._agree = agree
-        self._compared = TimeSpent()
+        self._compared: list[float] = []
+        """Seconds of each comparison of kernels."""
         self._comparing = partial(measuring, self._compared) if compares_kernels else contextlib.nullcontext
         self._num_bytes: Counter[int] = Counter()
 
@@ -173,7 +173,7 @@ class BudgetLadder:
 
     def _own_seconds(self) -> float:
         """A clock without comparisons of kernels and pauses for requests."""
-        return time.perf_counter() - self._compared.seconds - scheduler().seconds_paused
+        return time.perf_counter() - sum(self._compared) - scheduler().seconds_paused
 
     def run(self, budget: int) -> None:
         """Runs what `capture` would run for a budget without measurements, so that its kernels are known."""

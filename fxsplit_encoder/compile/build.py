@@ -59,7 +59,7 @@ def build_program(
     outputs: Any = module.graph.output_node().args[0]
     values = (node_value(each) for each in outputs if isinstance(each, fx.Node))
     device = next((v.device for v in values if isinstance(v, torch.Tensor)), torch.device("cpu"))
-    due = passes_for(options.passes, device, options.policy, may_derive=may_derive)
+    due = passes_for(options.passes, device, options.invariant, may_derive=may_derive)
     report = run_passes(module, {name: due.pop(name) for name in BEFORE_MASKS if name in due})
     with keeping_layouts(module.graph):
         num_rows = mask_pad_rows(module, targets)
@@ -68,7 +68,7 @@ def build_program(
     report |= run_passes(module, due)
     compile_ahead(module.graph.nodes, device, eager=own_heads)
     compile_products_ahead(module.graph.nodes, device)
-    if options.policy.one_order_of_sums:
+    if options.invariant:
         check_rows(module, device, options.piece_compiler)
     if options.observe is not None:
         options.observe(module)
@@ -96,7 +96,7 @@ def _assemble(
     slots: Slots = defaultdict(itertools.count().__next__)
     for node in (*inputs, *held, *derived):
         slots[node]  # numbers it
-    compiler = piece_compiler(options.piece_compiler, device, options.policy)
+    compiler = piece_compiler(options.piece_compiler, device, options.invariant)
     steps = with_joins(make_steps(parts, slots, compiler, options))
     outputs = tuple(as_argument(a, slots) for a in returned)
     kept = {*slots_in(outputs), *(slots[n] for n in (*placeholders, *held))}
@@ -104,7 +104,7 @@ def _assemble(
     fixed = {*made_here, *held, *(inputs[i] for i in static_inputs)}
     region = Region(parts[region_start:], returned, fixed, slots, token_symbol)
     report = region.prove(assumptions_of(inputs))
-    if options.policy.one_order_of_sums:
+    if options.invariant:
         check_proof(report, token_symbol)
     hosts = ((host_op(part.target), part) for part in parts if isinstance(part, fx.Node))
     if any(op and op.declares_padding and op.declares_padding(*node.args) for op, node in hosts):

@@ -16,7 +16,6 @@ from torch import Tensor
 from fxsplit_encoder._torch.dispatch import DENSE_ATTENTION_KERNELS, OpOverload
 from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.errors import ConfigError
-from fxsplit_encoder.planning.plan import BATCH_DEPENDENT, InvariantPolicy
 
 if TYPE_CHECKING:
     from torch import fx
@@ -39,8 +38,8 @@ class CompileOptions:
     """Called with the graph after the passes, before it is split."""
     requires_tokens: bool = False
     """Whether to refuse a graph without a token symbol before anything is compiled."""
-    policy: InvariantPolicy = BATCH_DEPENDENT
-    """What `EncoderConfig.invariant` allows."""
+    invariant: bool = False
+    """Whether graphs add in one order for any number of rows, or are refused."""
     is_known: bool = False
     """Whether pieces are expected in Inductor's cache, so that no compile workers are started."""
 
@@ -48,8 +47,7 @@ class CompileOptions:
     def of(cls, config: EncoderConfig) -> CompileOptions:
         """Returns the options of a configuration."""
         passes = None if config.passes == "auto" else config.passes
-        policy = InvariantPolicy.of(config)
-        return cls(config.splitting_ops, config.piece_compiler, passes=passes, policy=policy)
+        return cls(config.splitting_ops, config.piece_compiler, passes=passes, invariant=config.invariant)
 
     def report(self, done: int, num_pieces: int = 1) -> None:
         """Reports the number of phases and pieces that are done."""

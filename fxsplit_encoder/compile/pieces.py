@@ -20,7 +20,6 @@ from fxsplit_encoder._torch.aot import fake_mode_of, make_fx
 from fxsplit_encoder.compile.layouts import choice_of_layouts
 from fxsplit_encoder.compile.padding.states import is_pointwise, operation
 from fxsplit_encoder.compile.sizes import layout
-from fxsplit_encoder.planning.plan import BATCH_DEPENDENT, InvariantPolicy
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,14 +135,14 @@ PIECE_COMPILERS: Mapping[str, PieceCompiler] = {
 
 
 def piece_compiler(
-    name: str | Callable[..., Any], device: torch.device, policy: InvariantPolicy = BATCH_DEPENDENT
+    name: str | Callable[..., Any], device: torch.device, invariant: bool = False
 ) -> PieceCompiler:
     """Returns the compiler of a configured name; "auto" is Inductor on CUDA and eager elsewhere."""
     if callable(name):
         return name
     if name == "auto":
         name = "inductor" if device.type == "cuda" else "eager"
-    if not policy.one_order_of_sums:
+    if not invariant:
         return PIECE_COMPILERS[name]
     if name == "inductor":
         return functools.partial(compile_inductor, invariant=True)

@@ -26,7 +26,7 @@ from fxsplit_encoder.errors import InputError, UnsupportedTowerError, WeightsLay
 from fxsplit_encoder.hugging_face.calls import Made, Reads, accepts, asked_for
 from fxsplit_encoder.hugging_face.captured import CapturedTower, Served
 from fxsplit_encoder.hugging_face.outputs import Lazy, LazyTuple, make_output
-from fxsplit_encoder.planning.plan import InvariantPolicy, MissReason
+from fxsplit_encoder.planning.plan import MissReason
 from fxsplit_encoder.runtime.states import OtherStates
 from fxsplit_encoder.runtime.statistics import ManagerStats, Statistics
 from fxsplit_encoder.towers.base import matters, needs_gradients, settle
@@ -77,7 +77,6 @@ class ServedTower:
     def __init__(self, found: FoundTower, config: EncoderConfig, previous: Callable[..., Any] | None) -> None:
         self.name = found.name
         self.config = config
-        self._policy = InvariantPolicy.of(config)
         self.active = True
         self.number = next(self._numbers)
         self._module = found.module
@@ -164,7 +163,7 @@ class ServedTower:
                 self._warn_of_miss(call, changing)
                 return call
             # A call may wait for others of its size in the tower's own forward, if that may serve it.
-            at_once = getattr(_warming, "on", False) or now or not self._policy.own_forward_may_serve
+            at_once = getattr(_warming, "on", False) or now or self.config.invariant
             if not captured.serves(call, at_once=at_once):
                 return MissReason.NEW_SHAPE
             served = captured.of(call.key)
@@ -258,7 +257,7 @@ class ServedTower:
 
     def _count_own_forward(self, reason: MissReason, given: Mapping[str, Any]) -> None:
         """Counts a call of the tower's own forward; InputError with `invariant`, which forbids it."""
-        if not self._policy.own_forward_may_serve:
+        if self.config.invariant:
             raise InputError(
                 f"invariant: {self.name}: only the model's own forward serves this call ({reason}), and its "
                 "bits depend on the batch; call it otherwise (docs/invariant.md), or leave invariant out"

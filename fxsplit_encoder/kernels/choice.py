@@ -18,7 +18,7 @@ from typing import Any, Generic
 import torch
 
 from fxsplit_encoder.kernels.kernel import KernelT, ShapeT, distance, works
-from fxsplit_encoder.kernels.meter import Measured, Meter, TimeSpent
+from fxsplit_encoder.kernels.meter import Measured, Meter
 from fxsplit_encoder.kernels.store import KernelStore, describe_host
 
 logger = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ _FARTHEST = 3.0
 # Distinct calls whose kernel is remembered.
 MOST_CALLS = 4096
 
-_measuring: ContextVar[TimeSpent | None] = ContextVar("fxsplit_encoder_measuring_kernels", default=None)
+_measuring: ContextVar[list[float] | None] = ContextVar("fxsplit_encoder_measuring_kernels", default=None)
 
 _unmeasured: ContextVar[Unmeasured | None] = ContextVar("fxsplit_encoder_unmeasured_kernels", default=None)
 
@@ -48,9 +48,9 @@ def is_measuring() -> bool:
 
 
 @contextlib.contextmanager
-def measuring(spent: TimeSpent | None = None) -> Iterator[None]:
-    """Measures classes of calls that are met for the first time, and adds the time to `spent`."""
-    token = _measuring.set(TimeSpent() if spent is None else spent)
+def measuring(seconds: list[float] | None = None) -> Iterator[None]:
+    """Measures classes of calls that are met for the first time, and appends what each takes to `seconds`."""
+    token = _measuring.set([] if seconds is None else seconds)
     try:
         yield
     finally:
@@ -119,10 +119,10 @@ class KernelMeasurements(Generic[ShapeT, KernelT]):
             if any(kernel.name not in known for kernel in self.candidates(rounded)):
                 del table[rounded]
         if rounded not in table and self._may_measure(shape):
-            if (spent := _measuring.get()) is not None:
+            if (seconds := _measuring.get()) is not None:
                 begin = time.perf_counter()
                 self.compare(rounded)
-                spent.seconds += time.perf_counter() - begin
+                seconds.append(time.perf_counter() - begin)
             elif (unmeasured := _unmeasured.get()) is not None:
                 unmeasured[self, rounded] = None
         if rounded in table:

@@ -56,13 +56,6 @@ class Measured:
     """Those of them that raised, and not because they do not compute such calls."""
 
 
-@dataclass(slots=True)
-class TimeSpent:
-    """Seconds of this process."""
-
-    seconds: float = 0.0
-
-
 class Example(ABC, Generic[KernelT]):
     """One call on random values."""
 
@@ -112,13 +105,16 @@ class Meter(ABC, Generic[ShapeT, KernelT]):
         references = [example.expected() for example in examples]
         measured = Measured()
 
-        def error_on(kernel: KernelT, number: int) -> float:
-            key = ("error", kernel.name, calls[number])
-            return self._once(key, lambda: _error(kernel, examples[number], references[number]))
-
-        def time_on(kernel: KernelT, number: int) -> float:
-            key = ("time", kernel.name, calls[number])
-            return self._once(key, lambda: self.timer(examples[number].timed(kernel), shape))
+        def once(what: str, kernel: KernelT, number: int) -> float:
+            key = (what, kernel.name, calls[number])
+            if key not in self._found:
+                example = examples[number]
+                self._found[key] = (
+                    self.timer(example.timed(kernel), shape)
+                    if what == "time"
+                    else _error(kernel, example, references[number])
+                )
+            return self._found[key]
 
         fastest = float("inf")
         rounding = torch.finfo(shape.dtype).eps
@@ -128,7 +124,7 @@ class Meter(ABC, Generic[ShapeT, KernelT]):
             logger.debug("%s: %s is checked", shape, kernel.name)
             times: list[float] = []
             try:
-                error = statistics.fmean(error_on(kernel, number) for number in range(len(calls)))
+                error = statistics.fmean(once("error", kernel, number) for number in range(len(calls)))
                 if not error <= limit:  # it may be NaN, where a row was not written
                     measured.rejected[kernel.name] = f"error {error:.2g}; allowed: {limit:.2g}"
                     continue
@@ -136,7 +132,7 @@ class Meter(ABC, Generic[ShapeT, KernelT]):
                     if number and times[0] > _FAR_BEHIND * fastest:
                         break
                     with has_turn():  # results are compared, and kernels compiled, beside requests
-                        times.append(time_on(kernel, number))
+                        times.append(once("time", kernel, number))
                     fastest = min(fastest, times[0])
             except Exception as problem:
                 measured.rejected[kernel.name] = f"{type(problem).__name__}: {problem}"
@@ -147,11 +143,6 @@ class Meter(ABC, Generic[ShapeT, KernelT]):
                 limit = max(self.tolerance * error, _FEWEST_ROUNDINGS * rounding)
             measured.microseconds[kernel.name] = statistics.fmean(times)
         return measured
-
-    def _once(self, key: tuple[object, ...], find: Callable[[], float]) -> float:
-        if key not in self._found:
-            self._found[key] = find()
-        return self._found[key]
 
 
 def _error(kernel: KernelT, example: Example[KernelT], expected: Tensor) -> float:

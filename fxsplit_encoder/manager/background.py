@@ -24,7 +24,6 @@ from fxsplit_encoder.manager.path import EncoderPath
 from fxsplit_encoder.manager.start import load_start
 from fxsplit_encoder.manager.turns import Turns, WorkBetween, compare_ahead
 from fxsplit_encoder.pauses import StoppedError, has_turn, pausing_by, recording
-from fxsplit_encoder.planning.plan import InvariantPolicy
 from fxsplit_encoder.runtime.captured_program import Choosers
 from fxsplit_encoder.runtime.statistics import CaptureProgress, Phase
 
@@ -44,7 +43,7 @@ def check_that_steps_will_do(config: EncoderConfig) -> None:
             "wait: expected True with data_parallel, whose ranks share their costs in the order of their "
             "calls; got False. Call capture() on every rank, or capture from a start_file"
         )
-    if not InvariantPolicy.of(config).own_forward_may_serve:
+    if config.invariant:
         raise InputError(
             "wait: expected True with invariant, since the first captures, of the tower's own forward, "
             "have other bits than the next; got False. Call capture(), with a start_file to be sooner"

@@ -100,14 +100,14 @@ class BatchRunner:
             self.statistics = counted
 
     def _allowed(self, planned: PathPlan) -> PathPlan:
-        if not self.scope.policy.own_forward_may_serve and planned.reason not in BY_THE_TOWER:
+        if self.scope.config.invariant and planned.reason not in BY_THE_TOWER:
             return planned._replace(eager=False)
         return planned
 
     def _run_unlisted(
         self, name: str, keys: tuple[Hashable, ...], planned: PathPlan, selected: dict[str, Any]
     ) -> tuple[Tensor, PathPlan]:
-        if not self.scope.policy.own_forward_may_serve:
+        if self.scope.config.invariant:
             raise InputError(
                 f"invariant: path {name}: nothing is compiled for axis keys {keys}, and the tower's own "
                 "forward gives other bits; expected keys that the tower lists as capture axes"

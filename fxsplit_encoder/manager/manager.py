@@ -148,8 +148,8 @@ class EncoderCudaGraphManager:
     def reports(self) -> list[str]:
         """Lines that say what was dropped or runs in another way than configured, and why."""
         notes = [note for path in self.paths_by_key.values() for note in path.notes]
-        one_kernel = self._lifecycle.serving.scope.policy.one_attention_kernel
-        kept = _invariant_kernels(self.kernels, self.device) if one_kernel else ()
+        is_invariant = self._lifecycle.serving.scope.config.invariant
+        kept = _invariant_kernels(self.kernels, self.device) if is_invariant else ()
         return [*self._lifecycle.notes, *notes, *kept, *self.kernels.failures(self.device)]
 
     @property
@@ -197,7 +197,7 @@ class EncoderCudaGraphManager:
             wanted = self._lifecycle.prepare()
             self._lifecycle.own.captures.capture(wanted, progress)
             self._lifecycle.switch()
-            if self.data_parallel is not None and self._lifecycle.serving.scope.policy.one_attention_kernel:
+            if self.data_parallel is not None and self._lifecycle.serving.scope.config.invariant:
                 self.data_parallel.check_same(
                     "invariant: kernels", _invariant_choices(self.kernels, self.device)
                 )

@@ -203,7 +203,7 @@ class EncoderPath(CapturedProgram):
         refusal = self.scope.not_compiled or self._compile(progress, {} if refusals is None else refusals)
         if refusal is None:
             return
-        if not self.scope.policy.own_forward_may_serve:
+        if self.scope.config.invariant:
             raise ConfigError(f"invariant: {self.label}: the tower's own code would run: {refusal}")
         self.note(f"{self.label}: {refusal}")
 
@@ -434,7 +434,7 @@ class EncoderPath(CapturedProgram):
             self.measured = self.expected.forward
             return
         self.measured = measure_forward(self, self.budgets)
-        if not self.scope.policy.own_forward_may_serve:  # however fast it is
+        if self.scope.config.invariant:  # however fast it is
             self.measured = replace(self.measured, eager=())
         # While a capture is open torch frees none of the blocks that it keeps for later.
         torch.cuda.empty_cache()
@@ -495,7 +495,7 @@ class EncoderPath(CapturedProgram):
         program ran. With `invariant` a single item that the program does not take runs twice in one batch.
         """
         output = self._run_program(values)
-        if output is None and self.scope.policy.repeats_single_items and self.program is not None:
+        if output is None and self.scope.config.invariant and self.program is not None:
             output = self._run_twice(mm_kwargs)
         return ([output], True) if output is not None else (self.run_eager(mm_kwargs), False)
 
@@ -523,7 +523,7 @@ class EncoderPath(CapturedProgram):
 
     def run_eager(self, mm_kwargs: dict[str, Any]) -> Sequence[Tensor]:
         """Runs the batch through the tower's own forward; InputError: there is none, or `invariant`."""
-        if not self.scope.policy.own_forward_may_serve:
+        if self.scope.config.invariant:
             raise InputError(
                 f"invariant: {self.label}: the compiled program does not take this batch, and the tower's "
                 "own forward gives other bits; call compile() or capture() first, encode the items apart, or "

@@ -17,7 +17,7 @@ from fxsplit_encoder.manager.tower import RequestItems, TowerSpec
 from fxsplit_encoder.planning.costs import HOST_MS_PER_BATCH, CostCurve, CostModel, PathCosts
 from fxsplit_encoder.planning.limits import Limits
 from fxsplit_encoder.planning.plan import Item, MissReason, Plan
-from fxsplit_encoder.planning.planner import Captured, build_plan
+from fxsplit_encoder.planning.planner import build_plan
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +70,6 @@ class RequestPlans:
         self._forget()
         self._limits = limits
         self._captured = captured
-        paths = self.paths.values()
         costs = {key: path.costs for key, path in self.paths.items()}
         for key, path in self.paths.items():
             if costs[key].measured:
@@ -79,12 +78,6 @@ class RequestPlans:
         self.build = functools.partial(
             build_plan,
             limits=limits,
-            captured=Captured(
-                frozenset(path.key(b) for path in paths for b in path.captured),
-                frozenset(path.key(b) for path in paths for b in path.ladder.no_graph_needed),
-            )
-            if captured
-            else None,
             packing=self.config.packing,
             costs=CostModel(costs, HOST_MS_PER_BATCH) if captured else None,
         )
@@ -145,7 +138,7 @@ class RequestPlans:
         """
         level = PathCosts(exact=((1, 1.0), (2, 2.0)))
         costs = CostModel(dict.fromkeys(self._costs, level), _FEWEST)
-        other = _unpriced(self.build(items, captured=Captured(()), costs=costs))
+        other = _unpriced(self.build(items, costs=costs))
         if len(other.batches) >= len(plan.batches):
             return None
         if self._predicted(other) > self._predicted(plan) * (1 + _TRIED):

@@ -6,7 +6,7 @@ import functools
 import itertools
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -83,7 +83,7 @@ class PathCosts:
     """
 
     replay: Mapping[int, float] = field(default_factory=dict)
-    """Budget -> milliseconds of a replay."""
+    """Budget -> milliseconds of a replay, of all that are captured."""
     one_segment: Mapping[int, float] = field(default_factory=dict)
     """The same for batches of one attention segment, where they have a capture."""
     exact: Points = ()
@@ -96,6 +96,8 @@ class PathCosts:
     """Attention segments of a budget's capture; without an entry: any number."""
     max_tokens: Mapping[int, int] = field(default_factory=dict)
     """Output tokens of a budget's capture; without an entry: the budget."""
+    not_needed: Collection[int] = ()
+    """Budgets without a replay, because the exact shape was measured to be as fast."""
     measured: bool = True
     """Whether the costs are milliseconds, and not arbitrary units."""
 
@@ -179,8 +181,6 @@ class PathTable:
         self.has_one_segment = single != several
         self.predicts_fallbacks = bool(path_costs.exact or path_costs.eager)
         """Whether the cost of a fallback is a time."""
-        self.knows_eager = bool(path_costs.eager)
-        """Whether the cost of the eager forward is known, which takes any number of items."""
 
     # --- one batch
 

@@ -28,12 +28,7 @@ def pack_greedy(
             the next batch although it fits, where on some path the budgets of the batch so far and of the
             item alone are together below that of both, and the item's is not smaller (vLLM 0.33's rule).
     """
-    # An item is a vector of what it takes up: its tokens on each path, itself, its frames, its segments.
-    limits = [*capacity.tokens.values(), capacity.max_items, capacity.max_frames]
-    columns = [*(loads.tokens[path] for path in capacity.tokens), [1] * len(loads), loads.frames]
-    if capacity.max_segments is not None:
-        limits.append(capacity.max_segments)
-        columns.append(loads.segments)
+    columns, limits = zip(*_limited(loads, capacity), ([1] * len(loads), capacity.max_items), strict=True)
     vectors = list(zip(*columns, strict=True))
     deferring = [
         (position, defer_budgets[path])
@@ -41,26 +36,36 @@ def pack_greedy(
         if defer_budgets is not None and defer_budgets[path]
     ]
     batches: list[list[int]] = []
-    oversize: list[list[int]] = []
-    growing: list[int] = []
     load: Sequence[int] = [0] * len(limits)
-    for index in sorted(range(len(loads)), key=loads.totals.__getitem__):
+    for index in _ascending(loads, capacity):
         item = vectors[index]
         merged = list(map(operator.add, load, item))
-        deferred = growing and any(_defers(budgets, load[i], item[i]) for i, budgets in deferring)
-        if _fits(merged, limits) and not deferred:
-            growing.append(index)
+        fits = batches and all(map(operator.le, merged, limits))
+        if fits and not any(_defers(budgets, load[i], item[i]) for i, budgets in deferring):
+            batches[-1].append(index)
             load = merged
-        elif _fits(item, limits):
-            batches.append(growing)
-            growing, load = [index], item
         else:
-            oversize.append([index])
-    return [*batches, *([growing] if growing else []), *oversize]
+            batches.append([index])
+            load = item
+    return batches
 
 
-def _fits(load: Sequence[int], limits: Sequence[int]) -> bool:
-    return all(map(operator.le, load, limits))
+def _limited(loads: Loads, capacity: Capacity) -> Sequence[tuple[Sequence[int], int]]:
+    """Returns what each item takes up of every limit but the number of items, and the limit: tokens of each
+    path, frames, segments.
+    """
+    limits = [(loads.tokens[path], most) for path, most in capacity.tokens.items()]
+    limits.append((loads.frames, capacity.max_frames))
+    if capacity.max_segments is not None:
+        limits.append((loads.segments, capacity.max_segments))
+    return limits
+
+
+def _ascending(loads: Loads, capacity: Capacity) -> list[int]:
+    """Returns the items by total tokens, but those that exceed a limit by themselves last."""
+    last = _above(_limited(loads, capacity))
+    order = sorted(range(len(loads)), key=loads.totals.__getitem__)
+    return sorted(order, key=last.__contains__) if last else order
 
 
 def _defers(budgets: Sequence[int], load: int, tokens: int) -> bool:
@@ -100,17 +105,17 @@ def pack_by_cost(
     prices = _Prices(loads, tables, capacity, per_batch)
     alone = _above((tokens, table.largest) for tokens, table in prices.paths)
     if not alone:
-        return sorted(_pack(prices, capacity.max_items)) if len(loads) else []
+        return sorted(_pack(prices, capacity)) if len(loads) else []
     kept = sorted(set(range(len(loads))) - alone)
-    packed = _pack(_Prices(loads.of(kept), tables, capacity, per_batch), capacity.max_items) if kept else []
+    packed = _pack(_Prices(loads.of(kept), tables, capacity, per_batch), capacity) if kept else []
     return sorted([*([kept[item] for item in batch] for batch in packed), *([item] for item in alone)])
 
 
-def _pack(prices: _Prices, max_items: int) -> list[list[int]]:
-    num_items = len(prices.items)
+def _pack(prices: _Prices, capacity: Capacity) -> list[list[int]]:
+    num_items, max_items = len(prices.items), capacity.max_items
     if num_items <= _MAX_ITEMS_SOLVED_EXACTLY:
         return _cheapest_partition(prices, max_items)
-    ascending = prices.greedy_order()
+    ascending = _ascending(prices.items, capacity)
     orders = [ascending]
     if len(prices.paths) > 1:
         smaller_half, larger_half = ascending[: (num_items + 1) // 2], ascending[(num_items + 1) // 2 :]
@@ -127,12 +132,12 @@ class _Prices:
     ) -> None:
         self.items = loads
         self.paths = [(loads.tokens[path], table) for path, table in tables.items()]
-        self._capacity = capacity
+        self._max_frames = capacity.max_frames
         self._per_batch = per_batch
         # Limits that all items together keep are left out, to save time.
         always_held = [table.always_held for _, table in self.paths if table.always_held is not None]
-        self.knows_eager = all(table.knows_eager for _, table in self.paths)
-        """Whether batches of more items than captures hold may run eagerly."""
+        self.knows_eager = all(table.path_costs.eager for _, table in self.paths)
+        """Whether batches of more items than captures hold may run eagerly, at a known cost."""
         self._limits_frames = sum(loads.frames) > capacity.max_frames
         self._limits_segments = bool(always_held) and sum(loads.segments) > min(always_held)
         rows = [tokens for tokens, _ in self.paths]
@@ -143,7 +148,7 @@ class _Prices:
     def of_sums(self, sums: NDArray[np.int64], *, one_segment: bool = False) -> NDArray[np.float64]:
         """The costs of batches by the sums of their loads, (rows, ...); infinite above the largest batch."""
         segments = sums[-1] if self._limits_segments else None
-        replayable = sums[len(self.paths)] <= self._capacity.max_frames if self._limits_frames else None
+        replayable = sums[len(self.paths)] <= self._max_frames if self._limits_frames else None
         costs: NDArray[np.float64] = np.array(self._per_batch)
         for (_, table), tokens in zip(self.paths, sums, strict=False):
             costs = costs + table.costs(tokens, segments, replayable, one_segment=one_segment)
@@ -164,19 +169,6 @@ class _Prices:
             return np.empty(0, dtype=np.intp), np.empty(0)
         items = np.flatnonzero(np.equal(self.items.segments, 1))
         return items, self.of_sums(self.loads[:, items], one_segment=True)
-
-    def greedy_order(self) -> list[int]:
-        """By total tokens, but items that exceed a limit of `pack_greedy` by themselves come last."""
-        capacity = self._capacity
-        limits = [(self.items.tokens[path], most) for path, most in capacity.tokens.items()]
-        limits.append((self.items.frames, capacity.max_frames))
-        if capacity.max_segments is not None:
-            limits.append((self.items.segments, capacity.max_segments))
-        last = _above(limits)
-        order = sorted(range(len(self.items)), key=self.items.totals.__getitem__)
-        if not last:
-            return order
-        return [item for item in order if item not in last] + [item for item in order if item in last]
 
     def longest_run(self) -> int:
         """Returns the most items of a batch: as many of the smallest as all paths together hold."""

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple, TypeAlias
 
 from tabulate import tabulate
 
-from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.protocol import EncoderItemSpec
 
 
@@ -117,45 +116,6 @@ class Capacity(NamedTuple):
     max_frames: int = 0
     max_segments: int | None = None
     """Attention segments; None: any number."""
-
-
-# --- invariant mode (docs/invariant.md)
-
-
-@dataclass(frozen=True, slots=True)
-class InvariantPolicy:
-    """Decides for one configuration which code and which kernels may compute a batch."""
-
-    is_invariant: bool
-
-    @classmethod
-    def of(cls, config: EncoderConfig) -> InvariantPolicy:
-        """Returns the policy of a configuration."""
-        return cls(config.invariant)
-
-    @property
-    def own_forward_may_serve(self) -> bool:
-        """Whether a batch may run through the tower's own forward, whose products choose by its rows."""
-        return not self.is_invariant
-
-    @property
-    def repeats_single_items(self) -> bool:
-        """Whether an item that the compiled program does not take runs twice in one batch, where it may."""
-        return self.is_invariant
-
-    @property
-    def one_attention_kernel(self) -> bool:
-        """Whether one kernel attends in all calls with the same heads, chosen by its kind and not by time."""
-        return self.is_invariant
-
-    @property
-    def one_order_of_sums(self) -> bool:
-        """Whether graphs add in one order for any number of rows, or are refused."""
-        return self.is_invariant
-
-
-BATCH_DEPENDENT = InvariantPolicy(False)
-"""The default: an item's bits may depend on its batch."""
 
 
 # --- plans

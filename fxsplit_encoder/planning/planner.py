@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Collection, Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 from fxsplit_encoder.config import Packing
 from fxsplit_encoder.planning.costs import CostModel, PathCosts, PathTable
-from fxsplit_encoder.planning.limits import CaptureKey, Limits
+from fxsplit_encoder.planning.limits import Limits
 from fxsplit_encoder.planning.packing import pack_by_cost, pack_greedy
 from fxsplit_encoder.planning.plan import Capacity, Item, Loads, MissReason, PathPlan, Plan, PlannedBatch
 
@@ -23,18 +23,9 @@ _SKIPPED = PathPlan(0)
 _KIND = attrgetter("axis_keys", "refusal")
 
 
-class Captured(NamedTuple):
-    """Which of the budgets that limits list can be replayed."""
-
-    budgets: Collection[CaptureKey]
-    not_needed: Collection[CaptureKey] = ()
-    """Budgets without a capture, because the exact shape was measured to be as fast."""
-
-
 def build_plan(
     items: Sequence[Item],
     limits: Limits,
-    captured: Captured | None = None,
     packing: Packing = "cost",
     costs: CostModel | None = None,
 ) -> Plan:
@@ -45,18 +36,14 @@ def build_plan(
 
     Args:
         items: the images and videos of a request; those with a refusal are batches apart, by reason.
-        captured: what can be replayed; None: everything that `limits` lists.
-        costs: with those of every capture; None: not measured, so padding is minimized
-            (`PathCosts.unmeasured`).
+        costs: with those of every capture; None: everything that `limits` lists is captured and not
+            measured, so padding is minimized (`PathCosts.unmeasured`).
     """
     per_batch = costs.per_batch if costs is not None else None
     batches: list[PlannedBatch] = []
-    for axis_keys, reason, indices in _groups(items):
+    for indices in _groups(items):
         chosen = items if len(indices) == len(items) else [items[index] for index in indices]
-        if reason is not None:
-            batches += _fall_back(chosen, indices, limits, reason)
-            continue
-        paths = [_path(limits, name, axis_keys, captured, costs) for name in limits.path_budgets]
+        paths = [_path(limits, name, chosen[0], costs) for name in limits.path_budgets]
         group = _Group(chosen, indices, paths)
         batches += [
             group.plan(positions, limits, packing == "cost", per_batch)
@@ -65,17 +52,15 @@ def build_plan(
     return Plan(tuple(batches), len(items))
 
 
-def _groups(
-    items: Sequence[Item],
-) -> Iterable[tuple[tuple[Hashable, ...], MissReason | None, Sequence[int]]]:
-    """The items that may share batches: their axis keys, why they are not replayed, their positions."""
+def _groups(items: Sequence[Item]) -> Iterable[Sequence[int]]:
+    """The positions of items that may share batches: of equal axis keys, and refused for one reason."""
     kinds = list(map(_KIND, items))
     if len(set(kinds)) <= 1:
-        return [(*kind, range(len(items))) for kind in kinds[:1]]
-    groups: defaultdict[tuple[tuple[Hashable, ...], MissReason | None], list[int]] = defaultdict(list)
+        return [range(len(items))] if items else []
+    groups: defaultdict[Hashable, list[int]] = defaultdict(list)
     for index, kind in enumerate(kinds):
         groups[kind].append(index)
-    return [(*kind, indices) for kind, indices in groups.items()]
+    return groups.values()
 
 
 # --- one path
@@ -86,26 +71,34 @@ class _Path:
     name: str
     listed: tuple[int, ...]
     """All budgets of the path, captured or not."""
-    not_needed: tuple[int, ...]
     table: PathTable
     """With the budgets that are captured."""
+    refusal: MissReason | None
+    """Why no item of the group is replayed."""
 
     @property
     def budgets(self) -> tuple[int, ...]:
         """Budgets of the greedy packings: captured ones, and those not needed."""
-        captured = self.table.holds
-        return tuple(sorted((*captured, *self.not_needed))) if self.not_needed else captured
+        captured, not_needed = self.table.holds, self.table.path_costs.not_needed
+        return tuple(sorted((*captured, *not_needed))) if not_needed else captured
 
     @property
     def greedy_maximum(self) -> int:
         # A path without captures falls back anyway: there only the configured budgets bound a batch.
         return self.budgets[-1] if self.budgets else self.table.largest
 
-    def plan(self, tokens: int, segments: int, frames_fit: bool, by_cost: bool, pairs: float) -> PathPlan:
+    def plan(
+        self, tokens: int, segments: int, frames_fit: bool, items_fit: bool, by_cost: bool, pairs: float
+    ) -> PathPlan:
         table = self.table
         if tokens == 0 and table.skippable:
             return _SKIPPED
+        if self.refusal is not None:
+            return PathPlan(tokens, reason=self.refusal)
         attention = table.path_costs.attention * pairs
+        if not items_fit:
+            milliseconds = table.path_costs.eager_curve.at(tokens) + attention if tokens else None
+            return PathPlan(tokens, None, MissReason.EAGER_IS_FASTER, eager=True, milliseconds=milliseconds)
         fallback, eager = table.fallback(tokens)
         found = table.replay(tokens, segments, smallest=not by_cost) if frames_fit else None
         if found is not None:
@@ -119,16 +112,8 @@ class _Path:
             tokens, None, self._reason(tokens, frames_fit, found is not None, eager), eager, milliseconds
         )
 
-    def plan_eager(self, tokens: int, pairs: float) -> PathPlan:
-        table = self.table
-        if tokens == 0 and table.skippable:
-            return _SKIPPED
-        costs = table.path_costs
-        milliseconds = costs.eager_curve.at(tokens) + costs.attention * pairs if tokens else None
-        return PathPlan(tokens, None, MissReason.EAGER_IS_FASTER, eager=True, milliseconds=milliseconds)
-
     def _exact_serves(self, tokens: int, below: float) -> bool:
-        return bool(self.not_needed) and any(tokens <= budget < below for budget in self.not_needed)
+        return any([tokens <= budget < below for budget in self.table.path_costs.not_needed])
 
     def _reason(self, tokens: int, frames_fit: bool, fits: bool, eager: bool) -> MissReason:
         if not fits:
@@ -144,23 +129,14 @@ class _Path:
         return MissReason.EAGER_IS_FASTER if eager else MissReason.EXACT_IS_FASTER
 
 
-def _path(
-    limits: Limits,
-    name: str,
-    axis_keys: tuple[Hashable, ...],
-    captured: Captured | None,
-    costs: CostModel | None,
-) -> _Path:
+def _path(limits: Limits, name: str, item: Item, costs: CostModel | None) -> _Path:
+    """A path of the batches of such items."""
     listed = limits.path_budgets[name]
-    ready, not_needed = listed, tuple[int, ...]()
-    if captured is not None:
-        keys = [CaptureKey(name, budget, axis_keys) for budget in listed]
-        not_needed = tuple([key.budget for key in keys if key in captured.not_needed])
-        ready = tuple([k.budget for k in keys if k in captured.budgets and k.budget not in not_needed])
-    priced = costs.paths.get((name, axis_keys), _NO_COSTS) if costs is not None else _unmeasured(ready)
+    priced = costs.paths.get((name, item.axis_keys), _NO_COSTS) if costs is not None else _unmeasured(listed)
+    ready = tuple([budget for budget in listed if budget in priced.replay])
     largest = listed[-1] if listed else _LARGEST_WITHOUT_BUDGETS
     table = priced.table(ready, largest, name in limits.skippable_paths)
-    return _Path(name, listed, not_needed, table)
+    return _Path(name, listed, table, item.refusal)
 
 
 # The costs of a path without measurements, where others have some.
@@ -175,28 +151,11 @@ def _unmeasured(budgets: tuple[int, ...]) -> PathCosts:
 # --- the items of a request
 
 
-def _fall_back(
-    items: Sequence[Item], indices: Sequence[int], limits: Limits, reason: MissReason
-) -> list[PlannedBatch]:
-    """Batches, in order, of as many items as allowed, that replay nothing."""
-    batches = []
-    for start in range(0, len(items), limits.max_items_per_batch):
-        end = start + limits.max_items_per_batch
-        loads = Loads(items[start:end], limits.path_budgets)
-        paths = {}
-        for path, counts in loads.tokens.items():
-            tokens = sum(counts)
-            skipped = tokens == 0 and path in limits.skippable_paths
-            paths[path] = _SKIPPED if skipped else PathPlan(tokens, reason=reason)
-        planned = PlannedBatch(tuple(indices[start:end]), paths, sum(loads.totals), items[start].axis_keys)
-        batches.append(planned)
-    return batches
-
-
 class _Group:
     def __init__(self, items: Sequence[Item], indices: Sequence[int], paths: Sequence[_Path]) -> None:
         self._indices = indices
         self._axis_keys = items[0].axis_keys
+        self._is_refused = items[0].refusal is not None
         self._paths = paths
         self._loads = Loads(items, [path.name for path in paths])
         self._has_frames = any(self._loads.frames)
@@ -208,6 +167,9 @@ class _Group:
     def pack(self, limits: Limits, packing: Packing, per_batch: float) -> list[list[int]]:
         if len(self._loads) == 1:
             return [[0]]
+        if self._is_refused:
+            order, most = list(range(len(self._loads))), limits.max_items_per_batch
+            return [order[start : start + most] for start in range(0, len(order), most)]
         held = [most for path in self._paths for most in path.table.max_segments if most is not None]
         capacity = Capacity(
             {path.name: path.greedy_maximum for path in self._paths},
@@ -235,10 +197,7 @@ class _Group:
         milliseconds = per_batch
         for path in self._paths:
             tokens = _sum(loads.tokens[path.name], positions)
-            if items_fit:
-                planned = path.plan(tokens, segments, frames_fit, by_cost, pairs)
-            else:
-                planned = path.plan_eager(tokens, pairs)
+            planned = path.plan(tokens, segments, frames_fit, items_fit, by_cost, pairs)
             plans[path.name] = planned
             if milliseconds is not None and planned is not _SKIPPED:
                 known = planned.milliseconds

@@ -25,7 +25,7 @@ from fxsplit_encoder.kernels.products.measured import CHOOSER as PRODUCT_CHOOSER
 from fxsplit_encoder.pauses import pause
 from fxsplit_encoder.planning.costs import PathCosts
 from fxsplit_encoder.planning.limits import CaptureKey
-from fxsplit_encoder.planning.plan import BY_THE_TOWER, InvariantPolicy, MissReason, PathPlan
+from fxsplit_encoder.planning.plan import BY_THE_TOWER, MissReason, PathPlan
 from fxsplit_encoder.runtime.measure import KnownCosts, MeasuredForward
 from fxsplit_encoder.runtime.requests import CaptureScope
 from fxsplit_encoder.runtime.unpadded import UnpaddedCaptures
@@ -240,7 +240,8 @@ class CapturedProgram(ABC):
         """The measured costs, or an order of preference where nothing was measured."""
         compiled = self.region is not None
         costs = self.measured.with_captures(self.ladder, self.segment_capacity, compiled=compiled)
-        return replace(costs, max_tokens=self.token_capacity)
+        not_needed = frozenset(self.ladder.no_graph_needed)
+        return replace(costs, max_tokens=self.token_capacity, not_needed=not_needed)
 
     def expect(self, known: KnownCosts) -> None:
         """Uses measurements of another process on a device of the same kind; `clear` keeps them."""
@@ -453,7 +454,7 @@ class Choosers:
     @classmethod
     def of(cls, config: EncoderConfig) -> Self:
         """Makes the choosers of a configuration; ConfigError for an unknown kernel or condition."""
-        return cls(KernelChooser(config.attention, policy=InvariantPolicy.of(config)))
+        return cls(KernelChooser(config.attention, invariant=config.invariant))
 
     def check(self, device: torch.device) -> None:
         """Raises ConfigError for a pinned kernel that does not work on a device."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -18,7 +17,6 @@ from fxsplit_encoder.capture.parameters import CheckedParameters
 from fxsplit_encoder.capture.pool import GraphPool
 from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.errors import CaptureError, WeightsLayoutError
-from fxsplit_encoder.planning.plan import InvariantPolicy
 
 if TYPE_CHECKING:
     from fxsplit_encoder.compile.program import Bindings, NamedRegion
@@ -169,11 +167,6 @@ class CaptureScope:
     """Whether attention kernels that were not compared yet are compared before captures."""
     weight_checks: WeightChecks | None = None
     """Which replays check the parameters that they read; None: none does, since the owner has."""
-
-    @cached_property
-    def policy(self) -> InvariantPolicy:
-        """Code and kernels that `invariant` allows."""
-        return InvariantPolicy.of(self.config)
 
     @property
     def measured(self) -> bool:

@@ -19,6 +19,7 @@ from fxsplit_encoder._torch.tensors import share_names, tensors_of
 from fxsplit_encoder.caching import Recent
 from fxsplit_encoder.compile.blocks import ChangedBlocksError
 from fxsplit_encoder.errors import InputError
+from fxsplit_encoder.messages import names_of
 from fxsplit_encoder.planning.plan import MissReason
 from fxsplit_encoder.protocol import EncoderCudaGraphCaptureInputs, scatter_output_slices
 
@@ -230,10 +231,20 @@ class WrappedTower(nn.Module):
         """The embeddings of a batch, item by item, with `clone` in memory of their own."""
         raise NotImplementedError
 
-    def refuse_videos(self, mm_kwargs: dict[str, Any]) -> None:
-        """Raises InputError if there are videos."""
-        if mm_kwargs.get(VIDEOS) is not None:
-            raise InputError(f"{VIDEOS}: {type(self).__name__} takes images only; leave it out")
+    def check_given(self, mm_kwargs: Mapping[str, Any], names: Sequence[str]) -> None:
+        """Raises InputError for none of the inputs `names` but others, or videos that are none of these."""
+        tower = type(self).__name__
+        if VIDEOS not in names and mm_kwargs.get(VIDEOS) is not None:
+            raise InputError(f"{VIDEOS}: {tower} takes images only; leave it out")
+        for name in names:
+            if mm_kwargs.get(name) is not None:
+                return
+        if mm_kwargs:
+            raise InputError(
+                f"mm_kwargs: expected at least one of {', '.join(names)}, the inputs of {tower}; got "
+                f"{names_of(name for name, value in mm_kwargs.items() if value is not None)}; for a batch "
+                "without items pass tensors without rows"
+            )
 
 
 def is_hugging_face(tower: nn.Module) -> bool:

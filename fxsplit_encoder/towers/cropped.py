@@ -12,7 +12,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.kernels.attention.hugging_face import use_varlen_attention
-from fxsplit_encoder.towers.folded import FoldedTable, resized_positions, sides_of
+from fxsplit_encoder.towers.folded import FoldedTable, resized_positions
 from fxsplit_encoder.towers.tiles import CropGrid, DenseTower, TiledTower, View, read_counts
 
 
@@ -146,7 +146,7 @@ class Step3p7Tower(TiledTower):
         super().__init__(tower, views, width, children)
         use_varlen_attention(tower)
         self.projects = projector is not None
-        sides = sides_of((config.image_size, crop_size), config.patch_size)
+        sides = [size // config.patch_size for size in (config.image_size, crop_size)]
         resize = functools.partial(resized_positions, mode="bilinear", leading=0, antialias=False)
         self.positions = FoldedTable("tower.embeddings.position_embedding.weight", resize, sides)
         self.rotations = FoldedTable("tower.rotary_emb.inv_freq", self._rotation, sides)

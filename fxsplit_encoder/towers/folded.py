@@ -5,7 +5,7 @@ learned positions would repeat at every call, some of it on the host, which cann
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from operator import attrgetter
 
 import torch
@@ -112,8 +112,3 @@ def resized_positions(table: Tensor, side: int, mode: str, *, leading: int, anti
     old_side = round((table.shape[0] - leading) ** 0.5)
     grid = resized_grid(table[leading:].view(old_side, old_side, -1), side, mode, antialias=antialias)
     return torch.cat((table[:leading], grid.flatten(0, 1)))
-
-
-def sides_of(sizes: Sequence[int], pixels: int) -> list[int]:
-    """The sides of the grids that images of these sizes have, one position for `pixels` pixels per side."""
-    return [size // pixels for size in sizes]

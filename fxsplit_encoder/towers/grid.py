@@ -162,31 +162,20 @@ def table_columns(mode: Mode) -> dict[str, tuple[int, torch.dtype]]:
 def table_metadata(
     grids: Sequence[Grid], table: tuple[int, int], merge_size: int, align_corners: bool, mode: Mode
 ) -> dict[str, Tensor]:
-    """Positions for a rotary embedding, and taps into a learned position table, as of `interpolation`."""
-    indices, weights = interpolation(grids, table, merge_size, align_corners, mode)
-    return {
-        "position_ids": positions(grids, merge_size),
-        "interp_indices": indices,
-        "interp_weights": weights,
-    }
-
-
-def interpolation(
-    grids: Sequence[Grid], table: tuple[int, int], merge_size: int, align_corners: bool, mode: Mode
-) -> tuple[Tensor, Tensor]:
-    """The taps of every patch of a batch: indices into the flattened table, int32, and weights, float32, both
-    (patches, taps). `merge_size` is of the blocks in which patches come, 1 for row by row; `align_corners`
-    and `mode` are those of `torch.nn.functional.interpolate`.
+    """Positions for a rotary embedding, and the taps of every patch of a batch: indices into the flattened
+    position table, int32, and weights, float32, both (patches, taps). `merge_size` is of the blocks in which
+    patches come, 1 for row by row; `align_corners` and `mode` are those of `torch.nn.functional.interpolate`.
     """
     frames = [
         frame_interpolation(h, w, table, merge_size, align_corners, mode)
         for t, h, w in grids
         for _ in range(t)
     ]
-    return (
-        concatenate([indices for indices, _ in frames], TAPS[mode], np.int32),
-        concatenate([weights for _, weights in frames], TAPS[mode], np.float32),
-    )
+    return {
+        "position_ids": positions(grids, merge_size),
+        "interp_indices": concatenate([indices for indices, _ in frames], TAPS[mode], np.int32),
+        "interp_weights": concatenate([weights for _, weights in frames], TAPS[mode], np.float32),
+    }
 
 
 # An entry is at most 128 bytes per patch.
@@ -235,7 +224,7 @@ def _cubic_kernel(distance: NDArray[np.float32]) -> NDArray[np.float32]:
 
 
 def resample(table: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
-    """(patches, hidden) at the weights' precision, from a table (entries, hidden) and `interpolation`."""
+    """(patches, hidden) at the weights' precision, from a table (entries, hidden) and its taps."""
     # A sum of lookups, one per tap, is a single pointwise kernel when compiled; a reduction over all taps
     # would first write as many rows per patch.
     result = F.embedding(indices[:, 0], table) * weights[:, :1]

@@ -4,7 +4,7 @@ in rows of a known width, after `number_of` has counted them: too many are refus
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from numbers import Integral
 from typing import Any, NoReturn
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fxsplit_encoder.capture.buffers import gibibytes, memory_of
 from fxsplit_encoder.errors import InputError
-from fxsplit_encoder.messages import names_of, shown
+from fxsplit_encoder.messages import shown
 
 MOST_ROWS = 2**31 - 1
 """Rows of a batch: cumulative lengths count them in 32 bits."""
@@ -34,20 +34,6 @@ _FEW = 16
 _MANY = 1 << 24
 
 ONLY_INTEGERS = {int}
-
-
-def check_given(mm_kwargs: Mapping[str, Any], names: Iterable[str], tower: str) -> None:
-    """Raises InputError for a request that has none of the inputs `names` of a tower, but others."""
-    names = tuple(names)
-    for name in names:
-        if mm_kwargs.get(name) is not None:
-            return
-    if mm_kwargs:
-        raise InputError(
-            f"mm_kwargs: expected at least one of {', '.join(names)}, the inputs of {tower}; got "
-            f"{names_of(name for name, value in mm_kwargs.items() if value is not None)}; for a batch "
-            "without items pass tensors without rows"
-        )
 
 
 # --- pixels

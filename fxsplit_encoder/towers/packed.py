@@ -40,6 +40,10 @@ _EMBEDDINGS = ("image_embeds", "video_embeds")
 # Methods that the manager calls for the sizes of items.
 _ASKED = ("get_encoder_cudagraph_item_specs", "item_modalities", "item_frames", "item_segments")
 
+# Patches of metadata that are kept in all, 48 bytes each in Qwen3-VL: 12 MiB; of a single batch a sixteenth.
+_KEPT_PATCHES = 1 << 18
+_MOST_PATCHES = _KEPT_PATCHES // 16
+
 
 class PackedTower(WrappedTower):
     """A packed tower behind the manager's protocol, and still a module with the tower's own forward.
@@ -91,7 +95,9 @@ class PackedTower(WrappedTower):
         """Sizes of patches as the tower's forward takes them; -1: their number."""
         self.out_hidden_size = out_hidden_size
         self._known_requests = _KnownRequests()
-        self._device_metadata = DeviceMetadata()
+        self._kept_metadata: dict[tuple[torch.device, tuple[Grid, ...]], dict[str, Tensor]] = {}
+        """By device and grids, in the order of use; all of it is immutable."""
+        self._kept_patches = 0
         # A subclass may have methods that look at more than grids.
         self._items_are_grids = all(
             getattr(type(self), name) is getattr(PackedTower, name) for name in _ASKED
@@ -158,27 +164,26 @@ class PackedTower(WrappedTower):
         seen = _look(mm_kwargs, self.input_keys)
         if seen is None:
             return self._read_request(mm_kwargs)
-        described = self._known_requests.get(seen.key)
+        key, patches, snapshot = seen
+        described = self._known_requests.get(key)
         if described is None:
             try:
-                described = self._read_request(seen.inputs).described
+                described = self._read_request(snapshot).described
             except InputError:
                 return self._read_request(mm_kwargs)  # for an error about the inputs as they were given
             if len(self._known_requests) >= _KEPT:
                 self._known_requests.clear()
-            self._known_requests[seen.key] = described
-        return _Request(described, seen.patches, True)
+            self._known_requests[key] = described
+        return _Request(described, patches, True)
 
     def _read_request(self, mm_kwargs: dict[str, Any]) -> _Request:
-        if len(self.input_keys) == 1:
-            self.refuse_videos(mm_kwargs)
         for key in _EMBEDDINGS:
             if mm_kwargs.get(key) is not None:
                 raise InputError(
                     f"{key}: these are embeddings already, expected pixels; leave them out and encode the "
                     "other items"
                 )
-        inputs.check_given(mm_kwargs, itertools.chain(*self.input_keys), type(self).__name__)
+        self.check_given(mm_kwargs, [*itertools.chain(*self.input_keys)])
         grids: list[list[Grid]] = []
         patches: list[Tensor] = []
         missing = None
@@ -278,8 +283,28 @@ class PackedTower(WrappedTower):
         return {**self.metadata(grids), **self.cumulative_lengths(grids)}
 
     def kept_metadata(self, grids: Sequence[Grid]) -> dict[str, Tensor]:
-        """The same, immutable and cached for recurring batches; per patch on the device."""
-        return self._device_metadata.of(tuple(grids), self)
+        """The same, immutable and cached for recurring batches, per patch on the device; of a large batch not
+        kept, and on the CPU. A capture that takes a permutation on a device does not check it.
+        """
+        key = self.device, tuple(grids)
+        kept = self._kept_metadata.pop(key, None)
+        if kept is None:
+            patches = grids_of.count_patches(grids)
+            if patches > _MOST_PATCHES:
+                return self.host_metadata(grids)
+            with torch.inference_mode(False):  # others may need these tensors outside it
+                moved = {name: to_device(value, key[0]) for name, value in self.metadata(grids).items()}
+                kept = {
+                    name: mark_immutable(value)
+                    for name, value in {**moved, **self.cumulative_lengths(grids)}.items()
+                }
+            self._kept_patches += patches
+            while self._kept_patches > _KEPT_PATCHES:
+                oldest = next(iter(self._kept_metadata))
+                self._kept_patches -= grids_of.count_patches(oldest[1])
+                del self._kept_metadata[oldest]
+        self._kept_metadata[key] = kept
+        return kept
 
     def cumulative_lengths(self, grids: Sequence[Grid]) -> dict[str, Tensor]:
         """(segments + 1,) int32 on the CPU for each of `segment_inputs`."""
@@ -435,17 +460,12 @@ class _KnownRequests(dict[Hashable, _Described]):
         return _KnownRequests, ()  # copies, also those for other processes, are empty
 
 
-class _Look(NamedTuple):
-    """A consistent snapshot of a request's inputs, which may change at any time."""
-
-    key: Hashable
-    patches: list[Tensor]
-    inputs: dict[str, Any]
-    """The inputs, with the grids of the key."""
-
-
-def _look(mm_kwargs: dict[str, Any], input_keys: Sequence[tuple[str, str]]) -> _Look | None:
-    """Makes the key of a request; None if it has other inputs, or inputs of other kinds."""
+def _look(
+    mm_kwargs: dict[str, Any], input_keys: Sequence[tuple[str, str]]
+) -> tuple[Hashable, list[Tensor], dict[str, Any]] | None:
+    """Makes the key of a request, and a consistent snapshot of its inputs, which may change at any time: its
+    patches, and all with the grids of the key. None if it has other inputs, or inputs of other kinds.
+    """
     entries: list[Hashable] = []
     patches: list[Tensor] = []
     kept: dict[str, Any] = {}
@@ -468,7 +488,7 @@ def _look(mm_kwargs: dict[str, Any], input_keys: Sequence[tuple[str, str]]) -> _
             kept[grid_key] = numbers
     if seen != len(mm_kwargs) or not kept or len(patches) > MOST_ITEMS:
         return None
-    return _Look(tuple(entries), patches, kept)
+    return tuple(entries), patches, kept
 
 
 def _numbers_of(grids: Any) -> tuple[tuple[int, ...], ...] | None:
@@ -485,45 +505,6 @@ def _numbers_of(grids: Any) -> tuple[tuple[int, ...], ...] | None:
         if type(row) is not tuple or not 0 < len(row) <= 3 or set(map(type, row)) != inputs.ONLY_INTEGERS:
             return None
     return tuple(grids)
-
-
-# --- metadata of recent batches
-
-# At most this many patches are kept in all, 48 bytes each in Qwen3-VL: 12 MiB; of a single batch a sixteenth.
-_KEPT_PATCHES = 1 << 18
-_MOST_PATCHES = _KEPT_PATCHES // 16
-
-
-class DeviceMetadata:
-    """Caches the metadata of recent batches by their grids. All of it is immutable; a permutation on a device
-    is not checked by the capture that takes it.
-    """
-
-    def __init__(self) -> None:
-        self._kept: dict[tuple[torch.device, tuple[Grid, ...]], dict[str, Tensor]] = {}
-        self._patches = 0
-
-    def of(self, grids: tuple[Grid, ...], tower: PackedTower) -> dict[str, Tensor]:
-        """All metadata of a batch; that of a large batch is not kept, and on the CPU."""
-        device = tower.device
-        kept = self._kept.pop((device, grids), None)
-        if kept is None:
-            patches = grids_of.count_patches(grids)
-            if patches > _MOST_PATCHES:
-                return tower.host_metadata(grids)
-            with torch.inference_mode(False):  # others may need these tensors outside it
-                moved = {name: to_device(value, device) for name, value in tower.metadata(grids).items()}
-                kept = {
-                    name: mark_immutable(value)
-                    for name, value in {**moved, **tower.cumulative_lengths(grids)}.items()
-                }
-            self._patches += patches
-            while self._patches > _KEPT_PATCHES:
-                oldest = next(iter(self._kept))
-                self._patches -= grids_of.count_patches(oldest[1])
-                del self._kept[oldest]
-        self._kept[device, grids] = kept
-        return kept
 
 
 # --- `fxsplit::vision_metadata`: a tower's host metadata as one opaque op. A graph with it compiles once for

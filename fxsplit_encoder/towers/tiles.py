@@ -34,7 +34,6 @@ from fxsplit_encoder.towers.grid import cumulative_lengths
 from fxsplit_encoder.towers.inputs import (
     MOST_PLANNED_ITEMS,
     MOST_ROWS,
-    check_given,
     check_pixels,
     integer_rows,
     number_of,
@@ -305,10 +304,7 @@ class DenseTower(TileTower):
     def _read(self, mm_kwargs: dict[str, Any]) -> tuple[list[Tensor], list[int]]:
         """The tiles of a batch, and how many every item has: the images', then the videos'."""
         takes_videos = "video" in self.modalities
-        if not takes_videos:
-            self.refuse_videos(mm_kwargs)
-        names = (self.input_name, VIDEOS) if takes_videos else (self.input_name,)
-        check_given(mm_kwargs, names, type(self).__name__)
+        self.check_given(mm_kwargs, (self.input_name, VIDEOS) if takes_videos else (self.input_name,))
         images, videos = mm_kwargs.get(self.input_name), mm_kwargs.get(VIDEOS)
         tensors: list[Tensor] = []
         counts: list[int] = []
@@ -456,9 +452,8 @@ class TiledTower(TileTower):
         """Patches and output rows of every image, and the rows of each path. The tiles of all views may be
         missing. InputError if the inputs contradict one another, or there are videos.
         """
-        self.refuse_videos(mm_kwargs)
         names = [view.input_name for view in self.views.values()]
-        check_given(mm_kwargs, [*names, self.count_key], type(self).__name__)
+        self.check_given(mm_kwargs, [*names, self.count_key])
         grids = self._read_grids(mm_kwargs)
         if any(mm_kwargs.get(name) is not None for name in names):
             for path in self.views:

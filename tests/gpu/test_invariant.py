@@ -25,7 +25,6 @@ from fxsplit_encoder.kernels.products.fixed import (
 )
 from fxsplit_encoder.models.random import demo_tower
 from fxsplit_encoder.models.registry import architecture
-from fxsplit_encoder.planning.plan import InvariantPolicy
 from tests.manager.packings import differing, packed_items, packings, tile_items
 from tests.towers.tiny_inputs import Inputs, Item, PackedInputs, TileInputs
 
@@ -190,7 +189,7 @@ def test_a_segment_has_the_bits_that_it_gets_alone(kernel: str, head_dim: int) -
     boundaries = [sum(lengths[:number]) for number in range(len(lengths) + 1)]
     q, k, v = torch.randn(boundaries[-1], 3, 16, head_dim, device=device, dtype=torch.bfloat16).unbind(1)
     cu_seqlens = torch.tensor(boundaries, dtype=torch.int32, device=device)
-    with choosing(KernelChooser(kernel, policy=InvariantPolicy(True))), measuring():
+    with choosing(KernelChooser(kernel, invariant=True)), measuring():
         bound = attend(q, k, v, cu_seqlens, boundaries[-1], head_dim**-0.5)
         known = KnownSegments(cu_seqlens, boundaries).attend(q, k, v, head_dim**-0.5)
         for start, end in itertools.pairwise(boundaries):

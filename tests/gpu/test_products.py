@@ -12,13 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fxsplit_encoder.cli.inspection import class_rows
-from fxsplit_encoder.kernels.choice import KernelMeasurements, kept, measuring
+from fxsplit_encoder.kernels.choice import Chooser, KernelMeasurements, kept, measuring
 from fxsplit_encoder.kernels.kernel import works
 from fxsplit_encoder.kernels.products import measured
 from fxsplit_encoder.kernels.products.measured import (
     ACTIVATIONS,
     KERNELS,
-    ProductChooser,
     ProductExample,
     ProductKernel,
     ProductMeter,
@@ -84,7 +83,7 @@ def test_torch_is_as_fast_by_the_op_as_by_itself(monkeypatch: pytest.MonkeyPatch
     """The op launches what Inductor would for such a layer, no kernel more."""
     each = example(196, 4352, 1152, (True, "gelu"))
     only = KernelMeasurements(ProductShape, KERNELS[:1], ProductMeter())
-    monkeypatch.setattr(measured, "CHOOSER", ProductChooser(only))
+    monkeypatch.setattr(measured, "CHOOSER", Chooser(only))
     assert kernels_of(lambda: linear(each.rows, each.weights[0], each.bias, "gelu")) == kernels_of(
         lambda: F.gelu(torch.addmm(each.bias, each.rows, each.weights[0].t()))
     )
@@ -109,9 +108,9 @@ def test_measuring_finds_times_of_all_that_are_there_and_keeps_them(tmp_path: Pa
 
     first = measurements()
     each = example(3136, 4352, 1152, (True, "gelu"))
-    chooser = ProductChooser(measurements=first)
+    chooser = Chooser(first)
     with measuring():
-        chosen = chooser.of(each.rows, each.weights[0], each.bias, each.activation)
+        chosen = chooser.ranking(shape_of(each.rows, each.weights[0], each.bias, each.activation))[0]
     (found,) = class_rows(each.rows.device, chooser)
     assert "cublas" in found["microseconds"], found
     assert found["chosen"] == chosen.name

@@ -99,7 +99,8 @@ def test_metadata_of_a_size_that_came_before_is_not_computed_again(
     manager: Any, tiny_towers: Any, make_batch: Any, computed: Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Tests before this one may have had such sizes.
-    monkeypatch.setattr(tiny_towers.wrapped, "_device_metadata", packed.DeviceMetadata())
+    monkeypatch.setattr(tiny_towers.wrapped, "_kept_metadata", {})
+    monkeypatch.setattr(tiny_towers.wrapped, "_kept_patches", 0)
     grids = [(1, 10, 4), (1, 4, 10)]
     manager.execute(make_batch(grids, seed=1))
     assert computed == {"metadata": 1, "cumulative_lengths": 1}
@@ -117,7 +118,8 @@ def test_metadata_of_many_sizes_is_forgotten_the_least_recently_used_first(
     tiny_towers: Any, make_batch: Any, computed: Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tower = tiny_towers.wrapped
-    monkeypatch.setattr(tower, "_device_metadata", packed.DeviceMetadata())
+    monkeypatch.setattr(tower, "_kept_metadata", {})
+    monkeypatch.setattr(tower, "_kept_patches", 0)
     monkeypatch.setattr(packed, "_KEPT_PATCHES", 20)
     monkeypatch.setattr(packed, "_MOST_PATCHES", 24)
     first, second, third, large = ([(1, 2, 2 * n)] for n in (1, 2, 3, 7))

@@ -14,7 +14,7 @@ from fxsplit_encoder.config import Packing
 from fxsplit_encoder.planning.costs import CostModel, PathCosts
 from fxsplit_encoder.planning.limits import CaptureKey, Limits
 from fxsplit_encoder.planning.plan import Item, MissReason, PathPlan, Plan, PlannedBatch
-from fxsplit_encoder.planning.planner import Captured, build_plan
+from fxsplit_encoder.planning.planner import build_plan
 from fxsplit_encoder.protocol import EncoderItemSpec
 
 from ..instructions import instructions
@@ -42,12 +42,8 @@ def two_path_image(over_global: int, over_local: int, **facts: Any) -> Item:
     return Item(EncoderItemSpec(1, over_global + over_local, tokens), **facts)
 
 
-def keys(*budgets: int, path: str = "default", axis_keys: tuple[Any, ...] = ()) -> set[CaptureKey]:
-    return {CaptureKey(path, budget, axis_keys) for budget in budgets}
-
-
-def captured(*budgets: int, **options: Any) -> Captured:
-    return Captured(keys(*budgets, **options))
+def captured(*budgets: int, not_needed: tuple[int, ...] = ()) -> CostModel:
+    return model(replace(PathCosts.unmeasured(budgets), not_needed=not_needed))
 
 
 def model(path_costs: PathCosts, per_batch: float = 0.15) -> CostModel:
@@ -59,7 +55,7 @@ def results(plan: Plan) -> list[tuple[tuple[int, ...], int | None, str]]:
     return [(b.indices, p.budget, p.result) for b in plan.batches for p in b.paths.values()]
 
 
-CASES: dict[str, tuple[list[Item], Captured | None, list[Any]]] = {
+CASES: dict[str, tuple[list[Item], CostModel | None, list[Any]]] = {
     "over the largest budget": (
         images(10, 257),
         None,
@@ -72,7 +68,7 @@ CASES: dict[str, tuple[list[Item], Captured | None, list[Any]]] = {
     ),
     "a budget was dropped": (
         images(100),
-        Captured(keys(64, 256) | keys(128, path="other")),
+        CostModel({**captured(64, 256).paths, ("other", ()): PathCosts({128: 1.0})}),
         [((0,), 256, "hit")],
     ),
     "nothing was captured": (
@@ -80,8 +76,12 @@ CASES: dict[str, tuple[list[Item], Captured | None, list[Any]]] = {
         captured(),
         [((0, 1), None, "not_captured"), ((2,), None, "over_largest_budget")],
     ),
-    "exact is as fast": (images(100), Captured(keys(64, 256), keys(128)), [((0,), None, "exact_is_faster")]),
-    "a smaller exact shape is": (images(200), Captured(keys(64, 256), keys(128)), [((0,), 256, "hit")]),
+    "exact is as fast": (
+        images(100),
+        captured(64, 256, not_needed=(128,)),
+        [((0,), None, "exact_is_faster")],
+    ),
+    "a smaller exact shape is": (images(200), captured(64, 256, not_needed=(128,)), [((0,), 256, "hit")]),
 }
 
 
@@ -89,7 +89,7 @@ CASES: dict[str, tuple[list[Item], Captured | None, list[Any]]] = {
 @pytest.mark.parametrize("case", CASES)
 def test_the_smallest_captured_budget_with_room_is_replayed(case: str, packing: Packing) -> None:
     items, ready, expected = CASES[case]
-    assert results(build_plan(items, LIMITS, ready, packing)) == expected
+    assert results(build_plan(items, LIMITS, packing, ready)) == expected
 
 
 @pytest.mark.parametrize(
@@ -140,8 +140,7 @@ def test_a_path_over_its_budgets_may_run_eagerly() -> None:
 def test_costs_are_those_of_the_axis_keys() -> None:
     exact = {1: 9.0, 2: 0.5}
     costs = CostModel({("default", (k,)): PathCosts({64: 1.0}, exact=((64, ms),)) for k, ms in exact.items()})
-    both = Captured(keys(64, axis_keys=(1,)) | keys(64, axis_keys=(2,)))
-    plan = build_plan([image(30, axis_keys=(key,)) for key in exact], LIMITS, both, costs=costs)
+    plan = build_plan([image(30, axis_keys=(key,)) for key in exact], LIMITS, costs=costs)
     assert results(plan) == [((0,), 64, "hit"), ((1,), None, "exact_is_faster")]
 
 
@@ -188,12 +187,9 @@ def test_vllm_52229_the_cheapest_way_is_taken_and_its_time_predicted() -> None:
 
 
 def test_an_exact_budget_is_named_even_if_nothing_else_was_captured() -> None:
-    path_costs = PathCosts({64: 1.72}, exact=H200.exact)
-    for ready, result in (
-        (Captured(keys(64), keys(1764)), "exact_is_faster"),
-        (captured(64), "not_captured"),
-    ):
-        plan = build_plan(images(1500), H200_LIMITS, ready, costs=model(path_costs))
+    for not_needed, result in (((1764,), "exact_is_faster"), ((), "not_captured")):
+        path_costs = PathCosts({64: 1.72}, exact=H200.exact, not_needed=not_needed)
+        plan = build_plan(images(1500), H200_LIMITS, costs=model(path_costs))
         assert results(plan) == [((0,), None, result)]
 
 
@@ -221,10 +217,9 @@ def test_planning_takes_few_instructions(num_items: int, most: int) -> None:
     items = images(*(generator.randint(4, 600) for _ in range(num_items)))
     budgets = H200_LIMITS.path_budgets["default"]
     costs = model(PathCosts(H200.replay, exact=H200.exact, max_segments=dict.fromkeys(budgets, 64)))
-    every = captured(*budgets)
 
     def plan() -> None:
-        build_plan(items, H200_LIMITS, every, costs=costs)
+        build_plan(items, H200_LIMITS, costs=costs)
 
     plan()
     assert instructions(plan) < most
@@ -281,10 +276,11 @@ def test_every_item_is_planned_once_and_every_limit_kept(
             {b: held[key] for b in budgets if (key := CaptureKey(path, b, (axis,))) in held}
             for held in (max_segments, max_tokens)
         )
-        prices = PathCosts({b: 1 + b / 50 for b in budgets}, exact=((1, 3.0), (300, 9.0)))
-        costs = prices if measured else PathCosts.unmeasured(budgets)
+        ready = [budget for budget in budgets if CaptureKey(path, budget, (axis,)) in replayed]
+        prices = PathCosts({b: 1 + b / 50 for b in ready}, exact=((1, 3.0), (300, 9.0)))
+        costs = prices if measured else PathCosts.unmeasured(ready)
         costs_of_paths[path, (axis,)] = replace(costs, max_segments=held_segments, max_tokens=held_tokens)
-    plan = build_plan(drawn, limits, Captured(replayed), packing, CostModel(costs_of_paths, 0.1))
+    plan = build_plan(drawn, limits, packing, CostModel(costs_of_paths, 0.1))
 
     assert Counter(i for batch in plan.batches for i in batch.indices) == Counter(range(len(items)))
     assert plan.hits + sum(plan.misses.values()) == plan.num_items == len(items)

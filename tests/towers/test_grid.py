@@ -18,12 +18,12 @@ from fxsplit_encoder.towers.grid import (
     frame_lengths,
     frame_positions,
     gives_angles,
-    interpolation,
     merge,
     merge_permutation,
     positions,
     read_grids,
     resample,
+    table_metadata,
     window_lengths,
     window_permutation,
 )
@@ -161,7 +161,7 @@ def test_taps_are_bit_equal_to_those_of_transformers(
     expected_indices, expected_weights = vision_utils.get_vision_interpolation_indices_and_weights(
         torch.tensor(grids), side, mode=mode, align_corners=align_corners, spatial_merge_size=2
     )
-    indices, weights = interpolation(grids, (side, side), 2, align_corners, mode)
+    _, indices, weights = table_metadata(grids, (side, side), 2, align_corners, mode).values()
     assert (indices.dtype, weights.dtype) == (torch.int32, torch.float32)
     assert torch.equal(indices, expected_indices.int())
     assert torch.equal(weights, expected_weights)
@@ -173,7 +173,8 @@ def test_a_resampled_table_is_that_of_interpolate(
     height: int, width: int, table: tuple[int, int], mode: Any
 ) -> None:
     values = torch.rand(*table, 3, generator=torch.Generator().manual_seed(height))
-    result = resample(values.flatten(0, 1), *interpolation([(1, height, width)], table, 1, False, mode))
+    _, *taps = table_metadata([(1, height, width)], table, 1, False, mode).values()
+    result = resample(values.flatten(0, 1), *taps)
     channels_first = values.permute(2, 0, 1)[None]
     expected = F.interpolate(channels_first, size=(height, width), mode=mode, align_corners=False)
     torch.testing.assert_close(result, expected[0].flatten(1).t(), rtol=0, atol=1e-5)

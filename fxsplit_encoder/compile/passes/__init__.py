@@ -22,7 +22,6 @@ from fxsplit_encoder.compile.passes.pad_mlp_width import pad_mlp_width
 from fxsplit_encoder.compile.passes.wide_heads import stored_width, wide_heads
 from fxsplit_encoder.errors import ConfigError
 from fxsplit_encoder.kernels.products.measured import has_fused_activations
-from fxsplit_encoder.planning.plan import BATCH_DEPENDENT, InvariantPolicy
 
 Pass = Callable[[fx.GraphModule], int]
 
@@ -60,7 +59,7 @@ BEFORE_MASKS = ("folded_adapters",)
 the mask would stand before the layer instead of after it."""
 
 
-def default_passes(device: torch.device, policy: InvariantPolicy = BATCH_DEPENDENT) -> tuple[str, ...]:
+def default_passes(device: torch.device, invariant: bool = False) -> tuple[str, ...]:
     """Returns the passes of `passes: auto` on a device: with one order of sums none that measures."""
     names = DEFAULT_PASSES.get(device.type, ())
     if device.type != "cuda":
@@ -68,7 +67,7 @@ def default_passes(device: torch.device, policy: InvariantPolicy = BATCH_DEPENDE
     capability = torch.cuda.get_device_capability(device)
     pays = {
         # Where kernels have activations in their epilogue that torch's have not.
-        "measured_activations": has_fused_activations(capability) and not policy.one_order_of_sums,
+        "measured_activations": has_fused_activations(capability) and not invariant,
         "decomposed_bias": capability >= (9, 0),  # cuDNN's kernels for wide heads are of Hopper
     }
     return tuple(name for name in names if pays.get(name, True))
@@ -83,20 +82,20 @@ def expected_width(width: int, names: Sequence[str] | None, device: torch.device
 def passes_for(
     names: Sequence[str] | None,
     device: torch.device,
-    policy: InvariantPolicy = BATCH_DEPENDENT,
+    invariant: bool = False,
     *,
     may_derive: bool = True,
 ) -> dict[str, Pass]:
     """Returns passes in the order of `PASSES`: those `names`, or for None those that pay on this device;
     without `may_derive` none that keeps parameters in another form. ConfigError: there is no such pass.
     """
-    chosen = default_passes(device, policy) if names is None else names
+    chosen = default_passes(device, invariant) if names is None else names
     if unknown := [name for name in chosen if name not in PASSES]:
         raise ConfigError(f"passes: no pass is called {', '.join(unknown)}; allowed: {', '.join(PASSES)}")
     due: dict[str, Pass] = {}
     for name, run in PASSES.items():
         # After all passes that see layers by torch's names; marks go to the nodes that it leaves.
-        if policy.one_order_of_sums and name == "output_branch":
+        if invariant and name == "output_branch":
             due["fixed_products"] = fixed_products
         if name in chosen and (may_derive or name not in _DERIVING):
             due[name] = run

@@ -75,7 +75,7 @@ def compile_ahead(nodes: Iterable[fx.Node], device: torch.device, *, eager: Iter
 def _comparing(device: torch.device) -> KernelChooser | None:
     """Returns the chooser if it compares kernels that can be compiled ahead."""
     chooser = current_chooser()
-    is_settled = chooser.policy.one_attention_kernel or chooser.pinned_names
+    is_settled = chooser.invariant or chooser.pinned_names
     return chooser if compile_jobs.is_possible(device) and not is_settled else None
 
 

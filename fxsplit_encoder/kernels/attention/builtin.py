@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -59,17 +59,6 @@ class BatchedDense(AttentionKernel):
         return F.scaled_dot_product_attention(q, k, v, scale=scale).transpose(1, 2).reshape(shape)
 
 
-class Tile(NamedTuple):
-    """`block_m` queries of a program, in steps of `block_n` keys."""
-
-    block_m: int
-    block_n: int
-    num_warps: int
-
-
-_TILE = Tile(64, 64, num_warps=4)
-
-
 class TritonVarlen(HalfPrecisionKernel):
     """`attention.triton_code`, by tiles for short segments."""
 
@@ -83,7 +72,7 @@ class TritonVarlen(HalfPrecisionKernel):
         self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float, into: Target
     ) -> Tensor:
         out = torch.empty_like(q, memory_format=torch.contiguous_format) if into is None else into
-        self.function(q, k, v, cu_seqlens, scale, out, _TILE)
+        self.function(q, k, v, cu_seqlens, scale, out)
         return out
 
 

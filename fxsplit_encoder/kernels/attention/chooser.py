@@ -35,7 +35,6 @@ from fxsplit_encoder.kernels.kernel import works
 from fxsplit_encoder.kernels.meter import Example, Meter, poison_memory
 from fxsplit_encoder.kernels.store import KernelStore
 from fxsplit_encoder.messages import nearest
-from fxsplit_encoder.planning.plan import BATCH_DEPENDENT, InvariantPolicy
 
 logger = logging.getLogger(__name__)
 
@@ -81,8 +80,8 @@ class AttentionMeter(Meter[AttentionShape, AttentionKernel]):
             boundaries = [0, *itertools.accumulate(lengths)]
             cu_seqlens = torch.tensor(boundaries, dtype=torch.int32, device=shape.device)
             query, key, value = qkv.unbind(1)
-            values = (query, key, value, cu_seqlens, shape.longest, shape.head_dim**-0.5)
-            made.append(AttentionExample(*values, boundaries[-1], shape.is_captured))
+            arguments = (query, key, value, cu_seqlens, shape.longest, shape.head_dim**-0.5)
+            made.append(AttentionExample(arguments, boundaries[-1], shape.is_captured))
         return made
 
     def calls(self, shape: AttentionShape) -> Sequence[tuple[object, ...]]:
@@ -94,34 +93,27 @@ class AttentionMeter(Meter[AttentionShape, AttentionKernel]):
 class AttentionExample(Example[AttentionKernel]):
     """The arguments of one call, and how many of its rows lie inside a segment (the first ones)."""
 
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    cu_seqlens: Tensor
-    max_seqlen: int
-    scale: float
+    arguments: tuple[Tensor, Tensor, Tensor, Tensor, int, float]
+    """Those of `AttentionKernel.__call__`."""
     rows: int
     is_captured: bool
 
     def expected(self) -> Tensor:
         """Returns the rows inside segments, one segment at a time."""
-        query, key, value = (tensor.float() for tensor in (self.query, self.key, self.value))
-        out = _reference(query, key, value, self.cu_seqlens, self.max_seqlen, self.scale)
+        query, key, value, cu_seqlens, longest, scale = self.arguments
+        out = _reference(query.float(), key.float(), value.float(), cu_seqlens, longest, scale)
         return out[: self.rows]
 
     def result(self, kernel: AttentionKernel) -> Tensor:
         """Returns the rows inside segments."""
-        poison_memory(self.query)
-        return self._attend(kernel, None)[: self.rows]
+        poison_memory(self.arguments[0])
+        return kernel(*self.arguments)[: self.rows]
 
     def timed(self, kernel: AttentionKernel) -> Callable[[], object]:
         """Returns the call, with a result tensor if it is eager, as between captured graphs."""
-        out = None if self.is_captured else self.query.new_empty(self.query.shape)
-        return lambda: self._attend(kernel, out)
-
-    def _attend(self, kernel: AttentionKernel, out: Tensor | None) -> Tensor:
-        values = (self.query, self.key, self.value)
-        return kernel(*values, self.cu_seqlens, self.max_seqlen, self.scale, out)
+        query = self.arguments[0]
+        out = None if self.is_captured else query.new_empty(query.shape)
+        return lambda: kernel(*self.arguments, out)
 
 
 def example_lengths(shape: AttentionShape) -> list[list[int]]:
@@ -233,7 +225,7 @@ MEASUREMENTS = Measurements(store=kept)
 
 
 class KernelChooser(Chooser[AttentionShape, AttentionKernel]):
-    """Chooses the kernel of each call by the setting `attention`, or by time; or one for all by `policy`."""
+    """Chooses the kernel of each call by the setting `attention` or by time; one for all if `invariant`."""
 
     current: ClassVar[ContextVar[KernelChooser]]
 
@@ -242,12 +234,12 @@ class KernelChooser(Chooser[AttentionShape, AttentionKernel]):
         attention: str | Mapping[str, str] = AUTO,
         measurements: Measurements = MEASUREMENTS,
         *,
-        policy: InvariantPolicy = BATCH_DEPENDENT,
+        invariant: bool = False,
     ) -> None:
         super().__init__(measurements)
         self._kernels = {kernel.name: kernel for kernel in measurements.kernels}
         self._pins = parse_pins(attention, [*self._kernels])
-        self.policy = policy
+        self.invariant = invariant
         self._by_heads: dict[tuple[object, ...], AttentionKernel] = {}
         self._warned: set[str] = set()
 
@@ -276,7 +268,7 @@ class KernelChooser(Chooser[AttentionShape, AttentionKernel]):
             for name in sorted(self.pinned_names)
             if (reason := self._kernels[name].unavailable_reason(device)) is not None
         ]
-        if self.policy.one_attention_kernel and not problems:
+        if self.invariant and not problems:
             allowed = sorted(invariant_names(self.measurements.kernels, device))
             problems = [
                 f"attention: contradicts invariant: {name} may attend by several algorithms on {device}; "
@@ -297,7 +289,7 @@ class KernelChooser(Chooser[AttentionShape, AttentionKernel]):
 
     def ranking(self, shape: AttentionShape) -> tuple[AttentionKernel, ...]:
         """Returns the kernels that may compute this shape, the chosen one first; at least one."""
-        return (self.only(shape),) if self.policy.one_attention_kernel else super().ranking(shape)
+        return (self.only(shape),) if self.invariant else super().ranking(shape)
 
     def only(self, shape: AttentionShape) -> AttentionKernel:
         """Returns the kernel of every call with such heads if `invariant`; ConfigError if there is none."""

@@ -14,7 +14,10 @@ import triton.language as tl
 from torch import Tensor
 
 from fxsplit_encoder._torch.triton import driver
-from fxsplit_encoder.kernels.attention.builtin import Tile
+
+# Queries of a program, the keys of a step, and the warps that share them.
+TILE_M, TILE_N = 64, 64
+_WARPS = 4
 
 # Boundaries that a program reads at once. Every number of them is another compilation.
 _BOUNDARIES = (32, 128, 1024)
@@ -126,16 +129,9 @@ def _attend_tile(  # type: ignore[no-untyped-def]  # noqa: PLR0915 - one kernel 
 
 
 def attend(
-    query_THD: Tensor,
-    key_THD: Tensor,
-    value_THD: Tensor,
-    cu_seqlens: Tensor,
-    scale: float,
-    out_THD: Tensor,
-    tile: Tile,
+    query_THD: Tensor, key_THD: Tensor, value_THD: Tensor, cu_seqlens: Tensor, scale: float, out_THD: Tensor
 ) -> None:
     """Writes the attention of every segment to `out_THD`; rows outside every segment stay as they are."""
-    block_m, block_n, num_warps = tile
     tokens, heads, head_dim = query_THD.shape
     segments = cu_seqlens.shape[0] - 1
     query_row, query_head, _ = query_THD.stride()
@@ -146,14 +142,14 @@ def attend(
     numbers = (
         *(query_row, key_row, value_row, out_row),
         *(query_head, key_head, value_head, out_head),
-        *(head_dim, *split_head(head_dim), block_m, block_n, boundaries),
+        *(head_dim, *split_head(head_dim), TILE_M, TILE_N, boundaries),
     )
-    grid = (tokens // block_m + segments, heads, 1)
+    grid = (tokens // TILE_M + segments, heads, 1)
     args = (query_THD, key_THD, value_THD, out_THD, cu_seqlens, segments, scale * _LOG2_E, *numbers)
     if isinstance(_attend_tile, triton.JITFunction):
-        _launcher.launch(grid, args, numbers, num_warps)
+        _launcher.launch(grid, args, numbers)
     else:  # in Triton's interpreter
-        _attend_tile[grid](*args, num_warps=num_warps, num_stages=_STAGES)
+        _attend_tile[grid](*args, num_warps=_WARPS, num_stages=_STAGES)
 
 
 class _Launcher:
@@ -162,21 +158,19 @@ class _Launcher:
     def __init__(self) -> None:
         self.compiled: dict[tuple[Any, ...], Any] = {}
 
-    def launch(
-        self, grid: tuple[int, int, int], args: tuple[Any, ...], numbers: tuple[int, ...], num_warps: int
-    ) -> None:
+    def launch(self, grid: tuple[int, int, int], args: tuple[Any, ...], numbers: tuple[int, ...]) -> None:
         """Triton tells versions apart by dtype and alignment of the first four `args`, and by `numbers`."""
         query, key, value, out = args[:4]
         device = driver.active.get_current_device()
         version = (
-            *(device, numbers, num_warps),
+            *(device, numbers),
             *(query.dtype, key.dtype, value.dtype, out.dtype),
             *(query.data_ptr() % _ALIGNMENT, key.data_ptr() % _ALIGNMENT),
             *(value.data_ptr() % _ALIGNMENT, out.data_ptr() % _ALIGNMENT),
         )
         compiled = self.compiled.get(version)
         if compiled is None:
-            self.compiled[version] = _attend_tile[grid](*args, num_warps=num_warps, num_stages=_STAGES)
+            self.compiled[version] = _attend_tile[grid](*args, num_warps=_WARPS, num_stages=_STAGES)
         else:
             compiled[grid](*args, stream=driver.active.get_current_stream(device))
 

@@ -255,30 +255,13 @@ def num_copies(weight: Tensor) -> int:
     return max(2, min(MOST_CALLS_TIMED, wanted))
 
 
-Measurements = KernelMeasurements[ProductShape, ProductKernel]
-
-MEASUREMENTS: Measurements = KernelMeasurements(ProductShape, KERNELS, ProductMeter(), kept)
-
-
-class ProductChooser(Chooser[ProductShape, ProductKernel]):
-    """Chooses the kernel of each linear layer: the fastest that was measured."""
-
-    def __init__(self, measurements: Measurements = MEASUREMENTS) -> None:
-        super().__init__(measurements)
-
-    def of(self, rows: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> ProductKernel:
-        """Returns the kernel of a call."""
-        call = (rows.shape, weight.shape, rows.dtype, rows.device, bias is None, activation)
-        return self.remembered(call, lambda: shape_of(rows, weight, bias, activation))
-
-
 def shape_of(rows: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> ProductShape:
     """Returns the shape of a call."""
     sizes = (rows.shape[0], weight.shape[1], weight.shape[0])
     return ProductShape(rows.device, rows.dtype, *sizes, bias is not None, activation)
 
 
-CHOOSER = ProductChooser()
+CHOOSER = Chooser(KernelMeasurements(ProductShape, KERNELS, ProductMeter(), kept))
 """Of the process: no setting says which kernel computes a layer."""
 
 
@@ -287,7 +270,8 @@ def multiply(rows_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, activati
     rows = rows_MK if rows_MK.stride(1) == 1 else rows_MK.contiguous()
     weight = weight_NK.contiguous()
     with on_device(rows.device):
-        kernel = CHOOSER.of(rows, weight, bias_N, activation)
+        call = (rows.shape, weight.shape, rows.dtype, rows.device, bias_N is None, activation)
+        kernel = CHOOSER.remembered(call, lambda: shape_of(rows, weight, bias_N, activation))
         return kernel(rows, weight, bias_N, activation)
 
 

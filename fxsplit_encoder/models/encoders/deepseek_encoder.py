@@ -4,7 +4,6 @@ Parameters have the names of the published checkpoint after the prefix `model.`.
 
 from __future__ import annotations
 
-import functools
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -14,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fxsplit_encoder.errors import InputError
-from fxsplit_encoder.models.encoders.transformer import EncoderLayers, check_tiles, tokens_with_class
-from fxsplit_encoder.towers.folded import FoldedTable, FoldedTables, resized_grid, resized_positions, sides_of
+from fxsplit_encoder.models.encoders.transformer import ClassEmbeddings, EncoderLayers, check_tiles
+from fxsplit_encoder.towers.folded import FoldedTable, FoldedTables, resized_grid
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,7 @@ class SamVisionModel(nn.Module):
     def __init__(self, config: SamConfig, sizes: Sequence[int]) -> None:
         super().__init__()
         side = config.image_size // config.patch_size
-        sides = sides_of(sizes, config.patch_size)
+        sides = [size // config.patch_size for size in sizes]
         patches = nn.Conv2d(3, config.hidden_size, config.patch_size, stride=config.patch_size)
         self.patch_embed = nn.Sequential(OrderedDict(proj=patches))
         self.pos_embed = nn.Parameter(torch.zeros(1, side, side, config.hidden_size))
@@ -189,26 +188,10 @@ class ClipEncoder(nn.Sequential):
 
     def __init__(self, config: ClipConfig, sides: Sequence[int]) -> None:
         super().__init__()
-        self.embeddings = _Embeddings(config, sides)
+        # CLIP's own patch embedding is in the checkpoint; the features take its place.
+        self.embeddings = ClassEmbeddings(config, sides, bias=False)
         self.pre_layrnorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)  # sic
         self.transformer = EncoderLayers(config)
-
-
-class _Embeddings(nn.Module):
-    def __init__(self, config: ClipConfig, sides: Sequence[int]) -> None:
-        super().__init__()
-        grid_side = config.image_size // config.patch_size
-        self.class_embedding = nn.Parameter(torch.zeros(config.hidden_size))
-        # CLIP's own patch embedding is in the checkpoint; the features take its place.
-        self.patch_embedding = nn.Conv2d(
-            3, config.hidden_size, config.patch_size, stride=config.patch_size, bias=False
-        )
-        self.position_embedding = nn.Embedding(1 + grid_side**2, config.hidden_size)
-        resize = functools.partial(resized_positions, mode="bicubic", leading=1, antialias=True)
-        self.positions = FoldedTable("position_embedding.weight", resize, sides)
-
-    def forward(self, features: Tensor) -> Tensor:
-        return tokens_with_class(features, self.class_embedding, self.positions(features.shape[-1]), 1)
 
 
 # SAM's two strided convolutions each halve the grid.
@@ -247,7 +230,7 @@ class DeepseekOcrVisionModel(nn.Module):
         sizes = (config.base_size, config.image_size)
         self.config = config
         self.sam_model = SamVisionModel(config.sam, sizes)
-        self.vision_model = ClipEncoder(config.clip, sides_of(sizes, config.pixels_per_feature))
+        self.vision_model = ClipEncoder(config.clip, [size // config.pixels_per_feature for size in sizes])
         projector = nn.Linear(2 * config.clip.hidden_size, config.out_hidden_size)
         self.projector = nn.Sequential(OrderedDict(layers=projector))
         self.image_newline = nn.Parameter(torch.zeros(config.out_hidden_size))

@@ -128,7 +128,7 @@ class KimiVLVisionModel(nn.Module):
             pixel_values: (patches, 3, patch_size, patch_size), every image in raster order.
             cu_seqlens: (images + 1,) int32 cumulative patches.
             position_ids: (patches, 2), row and column.
-            interp_indices, interp_weights: (patches, 16), taps as of `towers.grid.interpolation`.
+            interp_indices, interp_weights: (patches, 16), taps as of `towers.grid.table_metadata`.
             merge_permutation: (patches,), as of `towers.grid.merge_permutation`.
 
         Returns:

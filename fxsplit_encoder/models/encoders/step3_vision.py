@@ -4,15 +4,14 @@ Parameters have the names by which serving engines load the checkpoint stepfun-a
 
 from __future__ import annotations
 
-import functools
 from collections import OrderedDict
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from fxsplit_encoder.models.encoders.transformer import EncoderLayers, check_tiles, tokens_with_class
-from fxsplit_encoder.towers.folded import FoldedTable, FoldedTables, resized_positions, sides_of
+from fxsplit_encoder.models.encoders.transformer import ClassEmbeddings, EncoderLayers, check_tiles
+from fxsplit_encoder.towers.folded import FoldedTables
 
 # The model was trained with its class token four times over, so that the length divides by eight ranks.
 _CLASS_TOKENS = 4
@@ -67,18 +66,11 @@ class Step3VisionModel(nn.Module):
         return rows
 
 
-class _Embeddings(nn.Module):
+class _Embeddings(ClassEmbeddings):
     def __init__(self, config: Step3VisionConfig) -> None:
-        super().__init__()
-        patches = (config.image_size // config.patch_size) ** 2
-        self.class_embedding = nn.Parameter(torch.zeros(1, config.hidden_size))
-        self.patch_embedding = nn.Conv2d(3, config.hidden_size, config.patch_size, stride=config.patch_size)
-        self.position_embedding = nn.Embedding(1 + patches, config.hidden_size)
-        resize = functools.partial(resized_positions, mode="bicubic", leading=1, antialias=True)
-        sides = sides_of((config.image_size, config.crop_size), config.patch_size)
-        self.positions = FoldedTable("position_embedding.weight", resize, sides)
+        sides = [size // config.patch_size for size in (config.image_size, config.crop_size)]
+        super().__init__(config, sides, count=_CLASS_TOKENS)
+        self.class_embedding = nn.Parameter(torch.zeros(1, config.hidden_size))  # as in the checkpoint
 
     def forward(self, pixel_values: Tensor) -> Tensor:
-        features = self.patch_embedding(pixel_values)
-        positions = self.positions(features.shape[-1])
-        return tokens_with_class(features, self.class_embedding, positions, _CLASS_TOKENS)
+        return super().forward(self.patch_embedding(pixel_values))

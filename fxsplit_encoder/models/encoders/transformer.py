@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fxsplit_encoder.errors import InputError
+from fxsplit_encoder.towers.folded import FoldedTable, resized_positions
 
 
 class FusedAttention(nn.Module):
@@ -74,15 +76,28 @@ class EncoderLayers(nn.Module):
         return x
 
 
-def tokens_with_class(features: Tensor, class_embedding: Tensor, positions: Tensor, count: int) -> Tensor:
-    """(images, count + side * side, hidden): equal class tokens, then a feature map row by row.
-
-    `features` are (images, hidden, side, side), `positions` (1 + side * side, hidden), first the class's.
+class ClassEmbeddings(nn.Module):
+    """`count` equal class tokens, then a feature map row by row, with positions learned at the grid of the
+    configuration and resized to other `sides`. The patch embedding is for a subclass to call.
     """
-    first = (class_embedding + positions[:1]).expand(count, -1)
-    patches = F.pad(features.flatten(2).transpose(1, 2), (0, 0, count, 0))
-    # The rows that were padded are zero, so that the class tokens come with their position.
-    return patches + torch.cat((first, positions[1:]))
+
+    def __init__(self, config: Any, sides: Iterable[int], *, count: int = 1, bias: bool = True) -> None:
+        super().__init__()
+        self.count = count
+        size, side = config.patch_size, config.image_size // config.patch_size
+        self.class_embedding = nn.Parameter(torch.zeros(config.hidden_size))
+        self.patch_embedding = nn.Conv2d(3, config.hidden_size, size, stride=size, bias=bias)
+        self.position_embedding = nn.Embedding(1 + side**2, config.hidden_size)
+        resize = functools.partial(resized_positions, mode="bicubic", leading=1, antialias=True)
+        self.positions = FoldedTable("position_embedding.weight", resize, sides)
+
+    def forward(self, features: Tensor) -> Tensor:
+        """(images, hidden, side, side) to (images, count + side * side, hidden)."""
+        positions = self.positions(features.shape[-1])
+        first = (self.class_embedding + positions[:1]).expand(self.count, -1)
+        patches = F.pad(features.flatten(2).transpose(1, 2), (0, 0, self.count, 0))
+        # The rows that were padded are zero, so that the class tokens come with their position.
+        return patches + torch.cat((first, positions[1:]))
 
 
 def check_tiles(pixel_values: Tensor, sizes: Sequence[int]) -> None:

@@ -19,7 +19,6 @@ from fxsplit_encoder.compile.passes import (
 from fxsplit_encoder.config import GRAPH_PASSES
 from fxsplit_encoder.errors import ConfigError
 from fxsplit_encoder.kernels.products import measured
-from fxsplit_encoder.planning.plan import InvariantPolicy
 
 from ..packed_forwards import SPLITTING_OPS, WIDTH, trace_packed
 from .aten_graphs import Mlp, aten_graph, tanh_gelu
@@ -85,9 +84,7 @@ def test_defaults_on_cuda_depend_on_architecture_and_packages(
     monkeypatch.setattr(measured, "package_version", version)
     device = torch.device("cuda", 0)
     assert set(PASSES) - set(default_passes(device)) == missing
-    assert set(PASSES) - set(default_passes(device, InvariantPolicy(True))) == missing | {
-        "measured_activations"
-    }
+    assert set(PASSES) - set(default_passes(device, invariant=True)) == missing | {"measured_activations"}
 
 
 def test_an_unknown_pass_is_refused() -> None:

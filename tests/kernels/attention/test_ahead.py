@@ -24,7 +24,6 @@ from fxsplit_encoder.kernels.attention import (
 )
 from fxsplit_encoder.kernels.attention.chooser import Measurements, choosing
 from fxsplit_encoder.kernels.choice import measuring
-from fxsplit_encoder.planning.plan import InvariantPolicy
 
 from ...waiting import wait_until
 from .fakes import CUDA, FakeMeter, cumulative, fused_qkv, shape
@@ -236,7 +235,7 @@ def test_heads_whose_width_varies_are_left_out() -> None:
     assert ahead.heads_of([varies, node(varlen_attention, 80)]) == {(torch.bfloat16, 80): False}
 
 
-@pytest.mark.parametrize("settled", [chooser("torch_flash"), chooser(policy=InvariantPolicy(True))])
+@pytest.mark.parametrize("settled", [chooser("torch_flash"), chooser(invariant=True)])
 def test_nothing_is_compiled_where_nothing_is_compared(settled: KernelChooser, begun: Begun) -> None:
     with choosing(settled):
         ahead.warm_up(HOPPER)

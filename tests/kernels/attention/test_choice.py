@@ -29,7 +29,6 @@ from fxsplit_encoder.kernels.attention.op import attend
 from fxsplit_encoder.kernels.choice import measuring
 from fxsplit_encoder.kernels.meter import Measured
 from fxsplit_encoder.kernels.store import KernelStore
-from fxsplit_encoder.planning.plan import InvariantPolicy
 from fxsplit_encoder.runtime.captured_program import Choosers
 
 from ...manager.mock_towers import PathsOfTiles
@@ -439,7 +438,7 @@ def test_the_order_of_kernels_and_the_device_decide(gpu: Any) -> None:
 
 def test_all_calls_with_the_same_heads_get_the_same_kernel(gpu: Any) -> None:
     gpu(9)
-    chooser = KernelChooser(measurements=Measurements(), policy=InvariantPolicy(True))
+    chooser = KernelChooser(measurements=Measurements(), invariant=True)
     for tokens, segments, known, equal in itertools.product(
         (1, 700, 9999), (1, 40), (False, True), (False, True)
     ):
@@ -470,7 +469,7 @@ def test_a_segment_has_the_bits_that_it_gets_alone(
     q, k, v = torch.randn(tokens, 3, 2, 20, generator=generator).to(dtype).unbind(1)
     boundaries = [0, *itertools.accumulate(lengths)]
     cu_seqlens = torch.tensor(boundaries, dtype=torch.int32)
-    with choosing(KernelChooser(policy=InvariantPolicy(True))), measuring():
+    with choosing(KernelChooser(invariant=True)), measuring():
         if known:
             together = KnownSegments(cu_seqlens, boundaries).attend(q, k, v, 0.3)
         else:

@@ -15,12 +15,11 @@ from torch import Tensor, fx
 
 from fxsplit_encoder._torch.tensors import FakeTensorMode
 from fxsplit_encoder.kernels import compile_jobs
-from fxsplit_encoder.kernels.choice import KernelMeasurements
+from fxsplit_encoder.kernels.choice import Chooser, KernelMeasurements
 from fxsplit_encoder.kernels.meter import Measured
 from fxsplit_encoder.kernels.products import measured
 from fxsplit_encoder.kernels.products.measured import (
     KERNELS,
-    ProductChooser,
     ProductMeter,
     ProductShape,
     linear,
@@ -46,7 +45,7 @@ def begun(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[str], str, torch.d
     monkeypatch.setattr(measured.compile_jobs, "start", start)
     monkeypatch.setattr(compile_jobs, "name_quack_directory", lambda: None)
     measurements = KernelMeasurements(ProductShape, KERNELS, ProductMeter())
-    monkeypatch.setattr(measured, "CHOOSER", ProductChooser(measurements))
+    monkeypatch.setattr(measured, "CHOOSER", Chooser(measurements))
     return log
 
 

@@ -15,15 +15,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fxsplit_encoder.cli.inspection import class_rows
-from fxsplit_encoder.kernels.choice import KernelMeasurements, measuring
+from fxsplit_encoder.kernels.choice import Chooser, KernelMeasurements, measuring
 from fxsplit_encoder.kernels.meter import Measured
 from fxsplit_encoder.kernels.products import measured
 from fxsplit_encoder.kernels.products.measured import (
     ACTIVATIONS,
     KERNELS,
     Cublas,
-    ProductChooser,
     ProductExample,
+    ProductKernel,
     ProductMeter,
     ProductShape,
     activate,
@@ -71,7 +71,7 @@ class Clock(ProductMeter):
         return self._times[name]
 
 
-def make() -> tuple[ProductChooser, Clock]:
+def make() -> tuple[Chooser[ProductShape, ProductKernel], Clock]:
     kernels = (
         FakeKernel("base"),
         FakeKernel("fast"),
@@ -79,7 +79,7 @@ def make() -> tuple[ProductChooser, Clock]:
         FakeKernel("fails", mock.Mock(side_effect=RuntimeError("no tile for it"))),
     )
     clock = Clock(kernels, base=10.0, fast=5.0, wrong=1.0, fails=1.0)
-    return ProductChooser(measurements=KernelMeasurements(ProductShape, kernels, clock)), clock
+    return Chooser(KernelMeasurements(ProductShape, kernels, clock)), clock
 
 
 def test_accuracy_comes_before_time_and_the_fastest_is_chosen() -> None:
@@ -136,7 +136,7 @@ def test_the_operation_is_well_formed() -> None:
 
 
 def test_on_a_cpu_there_is_nothing_to_choose_from() -> None:
-    assert class_rows(CPU, ProductChooser()) == []
+    assert class_rows(CPU, measured.CHOOSER) == []
     assert [kernel.name for kernel in KERNELS if kernel.supports(shape())] == ["cublas"]
 
 
