@@ -31,7 +31,7 @@ Bytes = Annotated[int, Field(strict=True, ge=1, le=_MOST_MEMORY)]
 class Settings(BaseModel):
     """A frozen pydantic model whose constructor raises `ConfigError`."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
     def __init__(self, **values: Any) -> None:
         try:

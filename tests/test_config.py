@@ -1,6 +1,9 @@
+import ast
 import copy
+import inspect
 import pickle
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, get_args
 
@@ -88,8 +91,13 @@ def test_every_problem_is_reported_at_once() -> None:
 
 def test_every_field_is_described() -> None:
     for model in (EncoderConfig, PathConfig):
-        for name, field in model.model_fields.items():
-            assert field.description, f"{model.__name__}.{name}"
+        definition: Any = ast.parse(inspect.getsource(model)).body[0]
+        described = {
+            field.target.id
+            for field, text in pairwise(definition.body)
+            if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr)
+        }
+        assert described == model.model_fields.keys()
 
 
 def test_yaml_sets_every_kind_of_field(yaml_file: Callable[[str], Path]) -> None:

@@ -46,7 +46,7 @@ _LADDER_OF_UNKNOWN_RANGE = tuple(generate_budgets(1, 16384))
 
 def sizes_of(program: Program, bindings: Bindings) -> tuple[int, ...]:
     """Returns the sizes of a call other than the token count."""
-    return tuple(bindings.symbols[symbol] for symbol in program.region_symbols)
+    return tuple(map(bindings.symbols.__getitem__, program.region_symbols))
 
 
 @dataclass(frozen=True, slots=True)

@@ -124,15 +124,15 @@ Number = int | torch.SymInt
 
 def take_apart(value: Any, tensors: list[Tensor], numbers: list[int]) -> str:
     """Returns a value as Python of `tensors` and `numbers`, to which it appends. Dynamo traces this."""
-    kind = type(value)
     if isinstance(value, torch.Tensor):
         tensors.append(value)
-        return f"tensors[{len(tensors) - 1}]"
-    if value is None or kind in (bool, float, str):
-        return repr(value)
+        return "next(tensors)"
+    kind = type(value)
     if kind is int:
         numbers.append(value)
-        return f"numbers[{len(numbers) - 1}]"
+        return "next(numbers)"
+    if value is None or kind in (bool, float, str):
+        return repr(value)
     if kind in (tuple, list):
         parts = ""
         for part in value:  # Dynamo takes longer for a comprehension
@@ -148,8 +148,8 @@ def take_apart(value: Any, tensors: list[Tensor], numbers: list[int]) -> str:
 
 def put_together(structure: str, tensors: Sequence[Tensor], numbers: Sequence[Number]) -> Any:
     """Returns the value that `take_apart` took apart, made of these tensors and numbers."""
-    names = {"tensors": tensors, "numbers": numbers, "inf": math.inf, "nan": math.nan}
-    return eval(structure, {"__builtins__": {}, **names})
+    names = {"tensors": iter(tensors), "numbers": iter(numbers), "next": next}
+    return eval(structure, {"__builtins__": {}, "inf": math.inf, "nan": math.nan, **names})
 
 
 class Group:
@@ -159,21 +159,26 @@ class Group:
         self.blocks = blocks
         self.tower = tower
         self._original = _OriginalForward(blocks[0])
-        self._forget(None)
-
-    def _forget(self, fake_mode: Any) -> None:
-        """Drops traced values: Dynamo takes a new fake mode when it restarts a trace."""
-        self._fake_mode = fake_mode
+        self._fake_mode: Any = None
+        self._symbols: Any = None
         self._weights: list[Tensor] = []
         self._results: dict[Any, Tensor] = {}
         self._bodies: dict[Any, fx.GraphModule] = {}
 
+    def _take_mode(self, fake_mode: Any) -> None:
+        """Drops what belongs to another fake mode. AOT's has the symbols of Dynamo's, for which results stay
+        what they were; Dynamo takes one with new symbols when it restarts a trace.
+        """
+        self._fake_mode, self._bodies = fake_mode, {}
+        weights = weights_of(self.blocks[0]).values()
+        self._weights = [fake_mode.from_tensor(weight, static_shapes=True) for weight in weights]
+        if fake_mode.shape_env is not self._symbols:
+            self._symbols, self._results = fake_mode.shape_env, {}
+
     def result(self, tensors: Sequence[Tensor], numbers: Sequence[Number], structure: str) -> Tensor:
         """Returns a traced tensor like the one that a block returns for these arguments."""
         if fake_mode_of(tensors) is not self._fake_mode:
-            self._forget(fake_mode_of(tensors))
-            weights = weights_of(self.blocks[0]).values()
-            self._weights = [self._fake_mode.from_tensor(w, static_shapes=True) for w in weights]
+            self._take_mode(fake_mode_of(tensors))
         key = _key(tensors, numbers, structure)
         if key not in self._results:
             output = self._run(tensors, numbers, structure, self._weights)
@@ -380,7 +385,7 @@ def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return type(self).forward(self, *args, **kwargs)
     tensors: list[Tensor] = []
     numbers: list[int] = []
-    structure = take_apart((args, kwargs), tensors, numbers)
+    structure = f"{take_apart(args, tensors, numbers)}, {take_apart(kwargs, tensors, numbers)}"
     if torch.is_autocast_enabled(tensors[0].device.type):  # below the op nothing tells
         raise CompileError("a block runs under autocast, which its own trace would not")
     return block_op(tensors, numbers, structure, group, index)

@@ -151,10 +151,9 @@ class Program:
         self.derived.fill(bindings.slots)
         for symbol, index, dim in self.symbol_sources:
             bindings.symbols.setdefault(symbol, args[index] if dim < 0 else args[index].shape[dim])
-        prologue = self.steps[: self.region_start]
-        if any(step.kind == "split" for step in prologue):
-            self.fill_num_rows(bindings)
-        for step in prologue:
+        for step in self.steps[: self.region_start]:
+            if step.kind == "split":
+                self.fill_num_rows(bindings)
             args, kwargs = bindings.arguments(step)
             bindings.store(step, step.call(*args, **kwargs))
         return bindings

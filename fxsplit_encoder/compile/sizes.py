@@ -53,7 +53,7 @@ class Size:
         if self._constant is not None:
             return self._constant
         try:
-            result: int = self._function(*(values[s] for s in self.symbols))
+            result: int = self._function(*map(values.__getitem__, self.symbols))
         except KeyError as error:
             raise CompileError(
                 f"size {self.shown} depends on {error.args[0]}, which no input of the graph determines"

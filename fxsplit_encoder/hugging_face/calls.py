@@ -5,9 +5,9 @@ from __future__ import annotations
 import inspect
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple, TypeGuard
+from typing import Any, ClassVar, NamedTuple, TypeAlias, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +36,7 @@ from fxsplit_encoder.towers.tiles import DenseTower
 
 Reads = frozenset[int | str]
 
-_PENDING = {"output_hidden_states": "hidden_states", "output_attentions": "attentions"}
+PENDING = {"output_hidden_states": "hidden_states", "output_attentions": "attentions"}
 """Options that ask for more fields of the output and change no other, and these fields."""
 
 
@@ -55,6 +55,9 @@ class Made:
 
     fields: dict[str, Any]
     layers: dict[int, Tensor] = field(default_factory=dict)
+
+
+Maker: TypeAlias = Callable[[Call, Sequence[Tensor]], Made]
 
 
 class Calls(ABC):
@@ -122,20 +125,18 @@ class Calls(ABC):
         return call.inputs
 
     @abstractmethod
-    def make(self, call: Call, items: Sequence[Tensor], example: Any) -> Made:
-        """The fields and layers that the encoded items hold."""
+    def maker(self, example: Any) -> Maker:
+        """Returns a function that makes the fields and layers of a call from its encoded items."""
 
 
-def asked_for(
-    given: Mapping[str, Any], changing: Mapping[str, Any], tower_config: Any
-) -> tuple[set[str], dict[str, Any]]:
-    """Fields of the output that arguments or the configuration add; `changing` without their options."""
+def asked_for(given: Mapping[str, Any], configured: Mapping[str, Any]) -> set[str]:
+    """Fields of the output that arguments or the configuration add."""
     fields = set()
-    for option, name in _PENDING.items():
+    for option, name in PENDING.items():
         asked = given.get(option)
-        if getattr(tower_config, option, False) if asked is None else asked:
+        if configured[option] if asked is None else asked:
             fields.add(name)
-    return fields, {name: value for name, value in changing.items() if name not in _PENDING}
+    return fields
 
 
 def is_pixels(value: Any, dims: int | None = None) -> TypeGuard[Tensor]:
@@ -148,15 +149,20 @@ def is_pixels(value: Any, dims: int | None = None) -> TypeGuard[Tensor]:
     )
 
 
-def _joined(parts: Mapping[Field, Tensor], example: Any) -> dict[str, Any]:
-    """The fields of an output, each of the class that the example's has."""
-    found: dict[str, list[Tensor]] = {}
+def _kinds_of(example: Any) -> dict[str, type | None]:
+    """The classes of an output's fields that hold several tensors, None for one tensor."""
+    return {name: None if isinstance(value, Tensor) else type(value) for name, value in example.items()}
+
+
+def _joined(parts: Mapping[Field, Tensor], kinds: Mapping[str, type | None]) -> dict[str, Any]:
+    """The fields of an output, each of its class of `_kinds_of`."""
+    found: dict[str, Any] = {}
     for (name, _), part in parts.items():
-        found.setdefault(name, []).append(part)
-    return {
-        name: own[0] if isinstance(example[name], Tensor) else type(example[name])(own)
-        for name, own in found.items()
-    }
+        if kinds[name] is None:
+            found[name] = part
+        else:
+            found.setdefault(name, []).append(part)
+    return {name: own if (kind := kinds[name]) is None else kind(own) for name, own in found.items()}
 
 
 def accepts(module: nn.Module, name: str) -> bool:
@@ -215,19 +221,31 @@ class GridCalls(Calls):
             check_values(twin_of(self.twin), self._adapter)
         return self._adapter
 
-    def make(self, call: Call, items: Sequence[Tensor], example: Any) -> Made:
-        """The fields of the output, which follow one another in the columns of an item."""
-        adapter = self._adapter
+    def maker(self, example: Any) -> Maker:
+        """Makes the fields of the output, which follow one another in the columns of an item."""
+        adapter, kinds = self._adapter, _kinds_of(example)
         rows = adapter.min_item_tokens * adapter.rows_per_token
-        parts: dict[Field, Tensor] = {}
+        parts: list[tuple[Field, slice, tuple[int, ...]]] = []
         start = 0
         for place, value in packed_fields(example, rows, adapter.rows_per_token):
             end = start + value.numel() // adapter.min_item_tokens
-            part = torch.cat([item[:, start:end] for item in items])
             is_batch = value.dim() > 2 and value.shape[0] == 1
-            parts[place] = part.view(1, -1, *value.shape[2:]) if is_batch else part.view(-1, *value.shape[1:])
+            shape = (1, -1, *value.shape[2:]) if is_batch else (-1, *value.shape[1:])
+            parts.append((place, slice(start, end), shape))
             start = end
-        return Made(_joined(parts, example))
+
+        def make(call: Call, items: Sequence[Tensor]) -> Made:
+            return Made(
+                _joined(
+                    {
+                        place: torch.cat([item[:, columns] for item in items]).view(shape)
+                        for place, columns, shape in parts
+                    },
+                    kinds,
+                )
+            )
+
+        return make
 
 
 class PixtralCalls(Calls):
@@ -289,15 +307,19 @@ class PixtralCalls(Calls):
         ]
         return {**call.inputs, "pixel_values": patches}
 
-    def make(self, call: Call, items: Sequence[Tensor], example: Any) -> Made:
-        """The layers, whose columns follow one another; (1, patches, hidden_size) each, as the tower's."""
+    def maker(self, example: Any) -> Maker:
+        """Makes the layers, whose columns follow one another, (1, patches, hidden_size) each."""
         width = example.last_hidden_state.shape[-1]
-        states = {
-            layer: torch.cat([item[:, number * width : (number + 1) * width] for item in items])[None]
-            for number, layer in enumerate(self.captured_layers)
-        }
-        last = self.num_states - 1
-        return Made({"last_hidden_state": states[last]} if last in states else {}, states)
+        last, layers = self.num_states - 1, self.captured_layers
+
+        def make(call: Call, items: Sequence[Tensor]) -> Made:
+            states = {
+                layer: torch.cat([item[:, number * width : (number + 1) * width] for item in items])[None]
+                for number, layer in enumerate(layers)
+            }
+            return Made({"last_hidden_state": states[last]} if last in states else {}, states)
+
+        return make
 
 
 # --- towers of images of one size: CLIP, SigLIP, DINO, InternVL's, and, by a rule, those without a name
@@ -410,18 +432,25 @@ class DenseCalls(Calls):
         counts = [min(most, count - start) for start in range(0, count, most)]
         return {self.input_names[0]: pixels, adapter.count_keys[0]: counts}
 
-    def make(self, call: Call, items: Sequence[Tensor], example: Any) -> Made:
-        """Every field, in memory of its own."""
-        names = self.captured(example)
+    def maker(self, example: Any) -> Maker:
+        """Makes every field, in memory of its own."""
+        names, kinds = self.captured(example), _kinds_of(example)
         shapes = [field_of(example, name).shape[1:] for name in names]
         sizes = [shape.numel() for shape in shapes]
-        rows = items[0] if len(items) == 1 else torch.cat(list(items))
-        count = call.inputs[self.input_names[0]].shape[0]
-        parts = torch.split(rows.view(count, -1)[:, : sum(sizes)], sizes, dim=1)
-        values = [part.reshape(count, *shape).contiguous() for part, shape in zip(parts, shapes, strict=True)]
-        made = dict(zip(names, values, strict=True))
-        layers = {n: made.pop((STATES, n)) for n in self.layers if (STATES, n) in made}
-        return Made(_joined(made, example), layers)
+        end, pixels = sum(sizes), self.input_names[0]
+
+        def make(call: Call, items: Sequence[Tensor]) -> Made:
+            rows = items[0] if len(items) == 1 else torch.cat(list(items))
+            count = call.inputs[pixels].shape[0]
+            parts = rows.view(count, -1)[:, :end].split_with_sizes(sizes, dim=1)
+            values = (
+                part.reshape(count, *shape).contiguous() for part, shape in zip(parts, shapes, strict=True)
+            )
+            made = dict(zip(names, values, strict=True))
+            layers = {n: made.pop((STATES, n)) for n in self.layers if (STATES, n) in made}
+            return Made(_joined(made, kinds), layers)
+
+        return make
 
 
 # --- towers of tiles with adapters of their own

@@ -15,10 +15,11 @@ from torch.nn.utils.parametrize import is_parametrized
 from fxsplit_encoder._torch.dispatch import tree_leaves, tree_map_only
 from fxsplit_encoder._torch.peft import unmerging_layer
 from fxsplit_encoder._torch.structure import Structure
+from fxsplit_encoder._torch.transformers import attention_implementation
 from fxsplit_encoder.caching import Recent
 from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.errors import UnsupportedTowerError
-from fxsplit_encoder.hugging_face.calls import Call, Reads, accepts, twin_of
+from fxsplit_encoder.hugging_face.calls import PENDING, Call, Maker, Reads, accepts, twin_of
 from fxsplit_encoder.hugging_face.rules import calls_of
 from fxsplit_encoder.manager import EncoderCudaGraphManager
 from fxsplit_encoder.planning.plan import MissReason
@@ -30,6 +31,9 @@ _MOST_KEYS = 8
 
 _MOST_SEEN = 256
 """Sizes whose last calls, and arguments whose effect is known of one tower."""
+
+_EXACT_ATTENTION = frozenset({None, "eager", "sdpa", "flex_attention"})
+"""Implementations that compute exact attention, besides every flash attention."""
 
 _PAYS = 64
 """Calls that pay for a capture. After a replacement that was used less, the next waits twice as long."""
@@ -43,6 +47,8 @@ class Served:
     """Encodes each item to a tensor of its own, (output tokens, hidden)."""
     example: Any
     """The tower's output of a small call, on the meta device."""
+    make: Maker
+    """Makes the output of a call from its encoded items."""
     uses: int = 0
     last: int = 0
     """The number of its last call."""
@@ -79,12 +85,19 @@ class CapturedTower:
         """The numbers of the last calls of keys without captures."""
         self._matters: Recent[str, bool] = Recent(_MOST_SEEN)
         """Whether the tower reads an argument."""
+        tower_config = getattr(tower, "config", None)
+        self.configured = {name: getattr(tower_config, name, False) for name in PENDING}
+        """What the configuration says of the output, where a call does not."""
+        self.configured["return_dict"] = getattr(tower_config, "return_dict", True)
+        attention = attention_implementation(tower_config)
         self.calls: Any = None
         self.refusal: tuple[MissReason, str] | None = None
         """Why nothing is captured, as a reason and as text."""
         devices = {parameter.device for parameter in tower.parameters()}
-        # Parameters that accelerate offloads are on meta between two calls.
-        if len(devices) != 1 or next(iter(devices)).type == "meta":
+        if attention not in _EXACT_ATTENTION and "flash" not in str(attention):
+            self.refusal = (MissReason.FOREIGN_CODE, f"{attention} attention")
+        elif len(devices) != 1 or next(iter(devices)).type == "meta":
+            # Parameters that accelerate offloads are on meta between two calls.
             self.refusal = (MissReason.OFFLOADED, "its parameters are not all on one device")
         elif (foreign := foreign_code(tower, self.structure)) is not None:
             self.refusal = (MissReason.FOREIGN_CODE, foreign)
@@ -213,7 +226,8 @@ class CapturedTower:
         example = type(output)(**meta)
         for name in meta:  # hidden states come after all others, whatever the class says
             example.move_to_end(name)
-        return Served(EncoderCudaGraphManager(self.calls.adapter(key, example), self.config), example)
+        manager = EncoderCudaGraphManager(self.calls.adapter(key, example), self.config)
+        return Served(manager, example, self.calls.maker(example))
 
     def stats(self) -> list[ManagerStats]:
         """The statistics of each manager; captures of several have their keys."""

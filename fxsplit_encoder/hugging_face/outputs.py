@@ -96,6 +96,8 @@ class _Deferring(OrderedDict[str, Any]):
     """Methods of an output whose `Lazy` fields are computed when they are read by name or position."""
 
     _kind: ClassVar[type]
+    _names: ClassVar[frozenset[str]]
+    """Of the fields."""
 
     def __post_init__(self) -> None:
         # transformers looks whether the first field is a dictionary.
@@ -108,6 +110,12 @@ class _Deferring(OrderedDict[str, Any]):
             value = value.value()
             setattr(self, name, value)
         return value
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # transformers looks up all fields at each.
+        if value is not None and name in type(self)._names:
+            OrderedDict.__setitem__(self, name, value)
+        object.__setattr__(self, name, value)
 
     def __getitem__(self, key: Any) -> Any:
         if not isinstance(key, str):
@@ -144,4 +152,5 @@ class _Deferring(OrderedDict[str, Any]):
 def _deferring(kind: type) -> Any:
     """A subclass of `kind` with `Lazy` fields. A pickle has `kind` itself."""
     names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
-    return type(kind.__name__, (_Deferring, kind), {**names, "_kind": kind})
+    own = {"_kind": kind, "_names": frozenset(each.name for each in fields(kind))}
+    return type(kind.__name__, (_Deferring, kind), {**names, **own})

@@ -19,11 +19,11 @@ from torch import nn
 
 from fxsplit_encoder._torch.dynamo import is_traced
 from fxsplit_encoder._torch.modes import foreign_around
-from fxsplit_encoder._torch.transformers import attention_implementation, selected_hidden_states
+from fxsplit_encoder._torch.transformers import selected_hidden_states
 from fxsplit_encoder.caching import Recent
 from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.errors import InputError, UnsupportedTowerError, WeightsLayoutError
-from fxsplit_encoder.hugging_face.calls import Made, Reads, accepts, asked_for
+from fxsplit_encoder.hugging_face.calls import PENDING, Made, Reads, accepts, asked_for
 from fxsplit_encoder.hugging_face.captured import CapturedTower, Served
 from fxsplit_encoder.hugging_face.outputs import Lazy, LazyTuple, make_output
 from fxsplit_encoder.planning.plan import MissReason
@@ -33,9 +33,6 @@ from fxsplit_encoder.towers.base import matters, needs_gradients, settle
 from fxsplit_encoder.towers.inputs import number_of
 
 logger = logging.getLogger(__name__)
-
-_EXACT_ATTENTION = frozenset({None, "eager", "sdpa", "flex_attention"})
-"""Implementations that compute exact attention, besides every flash attention."""
 
 _OUTPUT: Reads = frozenset({"last_hidden_state", "pooler_output"})
 """Fields that a model is assumed to read of a tower, before others are known."""
@@ -140,24 +137,20 @@ class ServedTower:
         """The output of a call, or why captures do not serve it. `now`: also captures a new size. Raises
         WeightsLayoutError if parameters have another layout, after the captures were released.
         """
-        reason = self._condition(given)
-        if reason is not None:
-            return reason
+        if (found := foreign_around()) is not None:
+            self._warn_once(f"there is {found}")
+            return MissReason.FOREIGN_CODE
+        if torch.is_grad_enabled() and needs_gradients(given.values(), self._module):
+            return MissReason.GRADIENTS
         captured = self._current()
         if (reason := self._refused(captured)) is not None or captured.calls is None:
             return reason
-        inputs, changing = settle(given, captured.calls.input_names, matters)
         try:
-            fields, changing = asked_for(given, changing, self._module.config)
-            changing = {
-                name: value for name, value in changing.items() if self._matters(captured, name, value)
-            }
-            selected = None
+            own_matter = functools.partial(self._matters, captured)
+            inputs, changing = settle(given, captured.calls.input_names, own_matter)
+            fields, selected = asked_for(given, captured.configured), None
             if "hidden_states" in fields:
-                asked = given.get("output_hidden_states")
-                config: Any = self._module.config
-                selected = selected_hidden_states(config.output_hidden_states if asked is None else asked)
-                captured = self._reading(captured, selected)
+                captured, selected = self._reading(captured, given)
             call = captured.calls.read(inputs, changing)
             if isinstance(call, MissReason):
                 self._warn_of_miss(call, changing)
@@ -178,38 +171,25 @@ class ServedTower:
         except UnsupportedTowerError as error:
             captured.refuse(error)
             return self._refused(captured)
-        whole = functools.cache(functools.partial(self._compute, given))
-        made = captured.calls.make(call, items, served.example)
+        whole = Lazy(functools.partial(self._compute, given))
+        made = served.make(call, items)
         values = _values(
             served,
             made,
             fields,
             selected,
-            functools.partial(self._read, captured, served, whole),
+            functools.partial(self._read, captured, served, whole.value),
             captured.calls.with_states,
         )
         output = make_output(type(served.example), values)
-        returns_dict = given.get("return_dict")
-        if returns_dict is None:
-            returns_dict = getattr(self._module.config, "return_dict", True)
+        asked = given.get("return_dict")
+        returns_dict = captured.configured["return_dict"] if asked is None else asked
         return output if returns_dict is not False else output.to_tuple()
 
-    def _condition(self, given: Mapping[str, Any]) -> MissReason | None:
-        """Why no captures could serve a call."""
-        module = self._module
-        if (found := foreign_around()) is not None:
-            self._warn_once(f"there is {found}")
-            return MissReason.FOREIGN_CODE
-        if torch.is_grad_enabled() and needs_gradients(given.values(), module):
-            return MissReason.GRADIENTS
-        implementation = attention_implementation(getattr(module, "config", None))
-        if implementation not in _EXACT_ATTENTION and "flash" not in str(implementation):
-            self._warn_once(f"{implementation} attention")
-            return MissReason.FOREIGN_CODE
-        return None
-
     def _matters(self, captured: CapturedTower, name: str, value: Any) -> bool:
-        """Whether the tower's forward reads an argument, and its value is not the default."""
+        """Whether the tower's forward reads an argument that changes its fields, not the default's value."""
+        if name in PENDING or not matters(name, value):
+            return False
         default = self._defaults.get(name, inspect.Parameter.empty)
         is_default = isinstance(value, bool | int | float | str) and type(value) is type(default)
         return not (is_default and value == default) and captured.reads_argument(name)
@@ -222,17 +202,23 @@ class ServedTower:
 
     # --- what the model reads
 
-    def _reading(self, captured: CapturedTower, selected: list[int] | None) -> CapturedTower:
-        """Captures that also make the layers that a call selects."""
+    def _reading(
+        self, captured: CapturedTower, given: Mapping[str, Any]
+    ) -> tuple[CapturedTower, list[int] | None]:
+        """Captures that also make the layers that a call selects, and these; None: all."""
+        asked = given.get("output_hidden_states")
+        selected = selected_hidden_states(
+            captured.configured["output_hidden_states"] if asked is None else asked
+        )
         calls = captured.calls
         if selected is None or calls is None or not calls.makes_layers:
-            return captured
+            return captured, selected
         count = calls.num_states
         layers = {layer % count for layer in selected if -count <= layer < count}
         if layers.issubset(calls.layers):
-            return captured
+            return captured, selected
         self._learn(captured, layers)
-        return self._current()
+        return self._current(), selected
 
     def _learn(self, captured: CapturedTower, what: Iterable[int | str]) -> None:
         """Adds fields or layers to what captures make from the next call on."""

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fxsplit_encoder._torch.modes import without_autograd
 from fxsplit_encoder.compile.derived import DerivedParameters, Recipe
 
 
@@ -59,12 +60,13 @@ class FoldedTables:
         self._derived = DerivedParameters()
         self._stamp: object = None
 
-    @torch.inference_mode(False)
-    @torch.no_grad()
     def refresh(self) -> None:
         """Updates tables whose parameters have changed. Call it outside a traced or captured forward."""
-        if not self._tables:
-            return
+        if self._tables:
+            with without_autograd():
+                self._refresh()
+
+    def _refresh(self) -> None:
         parameters = [attrgetter(table.source)(parent) for parent, table in self._tables]
         placement = [(each.dtype, each.device) for each in parameters]
         if placement != self._placement:

@@ -5,6 +5,7 @@ size are another path, captured separately.
 
 from __future__ import annotations
 
+import functools
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from torch.torch_version import TorchVersion
 
 from fxsplit_encoder._torch.dispatch import check, define_op
 from fxsplit_encoder._torch.dynamo import Marks
+from fxsplit_encoder.caching import read_once
 from fxsplit_encoder.capture.inputs import example_values
 from fxsplit_encoder.compile.options import HostOp, register_host_op
 from fxsplit_encoder.errors import InputError
@@ -303,6 +305,9 @@ class DenseTower(TileTower):
 
     def _read(self, mm_kwargs: dict[str, Any]) -> tuple[list[Tensor], list[int]]:
         """The tiles of a batch, and how many every item has: the images', then the videos'."""
+        return read_once(self, mm_kwargs, functools.partial(self._read_request, mm_kwargs))
+
+    def _read_request(self, mm_kwargs: dict[str, Any]) -> tuple[list[Tensor], list[int]]:
         takes_videos = "video" in self.modalities
         self.check_given(mm_kwargs, (self.input_name, VIDEOS) if takes_videos else (self.input_name,))
         images, videos = mm_kwargs.get(self.input_name), mm_kwargs.get(VIDEOS)

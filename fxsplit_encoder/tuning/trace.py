@@ -35,7 +35,7 @@ _Times = Annotated[
 
 
 class _Record(BaseModel):
-    model_config = ConfigDict(frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True)
 
 
 class MeasuredCosts(_Record):
