@@ -83,7 +83,7 @@ class Bindings:
     def store(self, step: Step, result: Any) -> None:
         """Stores a step's results and drops the values that no later step reads."""
         slots = self.slots
-        results = (result,) if isinstance(result, Tensor) else result
+        results = result if isinstance(result, list | tuple) else (result,)
         for slot, value in zip(step.outputs, results, strict=False):
             if slot >= 0:
                 slots[slot] = value
@@ -308,6 +308,11 @@ class BoundProgram:
         """The region, with the names of the forward's inputs."""
         named = {slot: name for slot, name in enumerate(self.names) if name is not None}
         return NamedRegion(self.program, named)
+
+    @cached_property
+    def placements(self) -> dict[str, tuple[torch.device, torch.dtype]]:
+        """Traced device and dtype of each input: a bound may stay on the host."""
+        return {name: (entry.device, entry.dtype) for name, entry in self.region.inputs.items()}
 
     def symbols(self, inputs: Mapping[str, Tensor]) -> dict[str, int]:
         """Returns the values of the trace's symbols for these inputs."""

@@ -156,8 +156,7 @@ class EncoderPath(CapturedProgram):
         for name, value in values.items():
             if value is not None:
                 tensor = value if isinstance(value, torch.Tensor) else torch.cat(list(value))
-                entry = program.region.inputs.get(name)  # a bound may stay on the host
-                device, dtype = (entry.device, entry.dtype) if entry else (self.device, tensor.dtype)
+                device, dtype = program.placements.get(name, (self.device, tensor.dtype))
                 inputs[name] = to_device(tensor, device, dtype).contiguous()
         return inputs
 

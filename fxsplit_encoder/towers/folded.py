@@ -55,7 +55,7 @@ class FoldedTables:
             for child in parent.children()
             if isinstance(child, FoldedTable)
         ]
-        self._sides = [(table, side) for _, table in self._tables for side in table.sides]
+        self._sides = [(n, each, side) for n, (_, each) in enumerate(self._tables) for side in each.sides]
         self._placement: list[tuple[torch.dtype, torch.device]] = []
         self._derived = DerivedParameters()
         self._stamp: object = None
@@ -74,7 +74,7 @@ class FoldedTables:
         slots = [*parameters, *[None] * len(self._sides)]
         self._derived.fill(slots)
         if self._derived.stamp is not self._stamp:
-            for (table, side), values in zip(self._sides, slots[len(parameters) :], strict=True):
+            for (_, table, side), values in zip(self._sides, slots[len(parameters) :], strict=True):
                 table.keep(side, values)
             self._stamp = self._derived.stamp
         self._derived.compare()
@@ -84,12 +84,8 @@ class FoldedTables:
         self._derived.outdate()
 
     def _recipes(self) -> dict[int, Recipe]:
-        recipes = (
-            Recipe(functools.partial(_table, table.compute, side), (source,))
-            for source, (_, table) in enumerate(self._tables)
-            for side in table.sides
-        )
-        return dict(enumerate(recipes, start=len(self._tables)))
+        made = (Recipe(functools.partial(_table, each.compute, side), (n,)) for n, each, side in self._sides)
+        return dict(enumerate(made, start=len(self._tables)))
 
 
 def _table(compute: Callable[[Tensor, int], Tensor], side: int, parameter: Tensor) -> Tensor:

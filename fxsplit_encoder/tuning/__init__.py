@@ -1,7 +1,6 @@
 """Which budgets to capture, found offline from a trace of requests. Needs no torch."""
 
-from fxsplit_encoder.tuning.costs import BatchCosts
-from fxsplit_encoder.tuning.search import LadderLimits
+from fxsplit_encoder.tuning.search import BatchCosts, LadderLimits
 from fxsplit_encoder.tuning.trace import MeasuredCosts, read_run, read_trace
 from fxsplit_encoder.tuning.tune import Tuning, tune_trace
 

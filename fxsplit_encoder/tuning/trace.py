@@ -22,7 +22,7 @@ from fxsplit_encoder.messages import shown
 from fxsplit_encoder.planning.packing import pack_greedy
 from fxsplit_encoder.planning.plan import Capacity, Item, Loads
 from fxsplit_encoder.protocol import EncoderItemSpec
-from fxsplit_encoder.tuning.costs import BatchCosts, rising
+from fxsplit_encoder.tuning.search import BatchCosts, rising
 
 Request = tuple[Item, ...]
 """The items of one request, in order, with their sizes and segments."""

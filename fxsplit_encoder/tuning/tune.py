@@ -26,8 +26,13 @@ from fxsplit_encoder.planning.costs import HOST_MS_PER_BATCH, CostModel
 from fxsplit_encoder.planning.limits import Limits, default_budgets
 from fxsplit_encoder.planning.plan import PathPlan, Plan
 from fxsplit_encoder.planning.planner import build_plan
-from fxsplit_encoder.tuning.costs import BatchCosts
-from fxsplit_encoder.tuning.search import Ladder, LadderLimits, cheapest_together, ladders_by_length
+from fxsplit_encoder.tuning.search import (
+    BatchCosts,
+    Ladder,
+    LadderLimits,
+    cheapest_together,
+    ladders_by_length,
+)
 from fxsplit_encoder.tuning.trace import Request, batch_loads, trace_demands, traced_paths
 
 

@@ -15,8 +15,15 @@ from fxsplit_encoder.planning.costs import HOST_MS_PER_BATCH, CostModel
 from fxsplit_encoder.planning.limits import Limits, default_budgets
 from fxsplit_encoder.planning.planner import build_plan
 from fxsplit_encoder.tuning import tune
-from fxsplit_encoder.tuning.costs import BatchCosts, linear, rising
-from fxsplit_encoder.tuning.search import Ladder, LadderLimits, cheapest_together, ladders_by_length
+from fxsplit_encoder.tuning.search import (
+    BatchCosts,
+    Ladder,
+    LadderLimits,
+    cheapest_together,
+    ladders_by_length,
+    linear,
+    rising,
+)
 from fxsplit_encoder.tuning.trace import MeasuredCosts, Request
 from fxsplit_encoder.tuning.tune import Forecast, Judge, tune_trace
 

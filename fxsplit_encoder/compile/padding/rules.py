@@ -125,7 +125,7 @@ ATTENTIONS = frozenset(("varlen_attention", *DENSE_ATTENTIONS))
 
 
 def _require_safe_lookup(view: NodeView) -> None:
-    """Raises NotProvedError unless indices of pad rows are those of an input, zeros, which are in range."""
+    """Raises Mixed unless indices of pad rows are those of an input, zeros, which are in range."""
     indices = [i for a in view.node.args[1:] for i in (a if isinstance(a, list | tuple) else [a])]
     if not all(_is_an_input(view, index) for index in indices if isinstance(index, fx.Node)):
         raise view.fail("looks up computed indices, which may be out of range in pad rows")
