@@ -142,11 +142,6 @@ class Generation:
         self.plans = RequestPlans(spec, config, self.runner)
 
     @property
-    def paths(self) -> dict[str, EncoderPath]:
-        """The paths by name, of a tower without capture axes; else those of the first axis keys."""
-        return {name: path for (name, _), path in reversed(self.paths_by_key.items())}
-
-    @property
     def compiled_paths(self) -> list[EncoderPath]:
         """Paths whose forward is compiled, or is to be; one without budgets runs eagerly."""
         return [path for path in self.paths_by_key.values() if path.budgets and path.is_to_compile]

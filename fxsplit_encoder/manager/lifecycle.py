@@ -185,7 +185,7 @@ class Lifecycle(ABC):
             return
         if self._others.find(self._own) is self._own:
             return
-        self._look_again()  # what was found is there until it is mended
+        self._looks.all_are_due()  # what was found is there until it is mended
         if self._background is not None and not self._background.progress.is_over:
             self._forget()  # what is captured in steps may be of either state
         self._own.check_tower()  # raises, unless another thread undid it
@@ -198,12 +198,8 @@ class Lifecycle(ABC):
         if structure is None or not structure.has_other_adapters():
             return
         if self._own.scope.agree is not None or not self._take_kept():
-            self._look_again()
+            self._looks.all_are_due()
             self._check_tower()
-
-    def _look_again(self) -> None:
-        """Makes the next request check the tower's modules."""
-        self._looks.all_are_due()
 
     def _take_structure(self) -> None:
         """Notes the tower's modules, and puts captures of others aside. The caller holds the lock."""

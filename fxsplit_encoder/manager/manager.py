@@ -136,7 +136,7 @@ class EncoderCudaGraphManager(Lifecycle):
     @property
     def paths(self) -> dict[str, EncoderPath]:
         """The paths by name, of a tower without capture axes; else those of the first axis keys."""
-        return self._serving.paths
+        return {name: path for (name, _), path in reversed(self.paths_by_key.items())}
 
     @property
     def programs(self) -> dict[str, BoundProgram | None]:
@@ -235,7 +235,7 @@ class EncoderCudaGraphManager(Lifecycle):
         with self._turns:
             for each in self._generations():
                 each.outdate_weights()
-        self._look_again()
+        self._looks.all_are_due()
 
     @property
     def num_bytes(self) -> int:

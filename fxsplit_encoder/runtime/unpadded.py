@@ -249,7 +249,7 @@ class UnpaddedCaptures:
         if not self._agreed(captured is not None or size in ladder.no_graph_needed):
             self._refuse(ladder, size, "another rank could not capture it")
         elif size in ladder.no_graph_needed:
-            ladder.no_graph_needed.discard(size)
+            del ladder.costs[size]
             self.not_faster.add(size)
         else:
             self._held[size] = ladder

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fxsplit_encoder.capture.buffers import SharedBuffers, StaticBuffer
 from fxsplit_encoder.capture.forward import CaptureRequest
+from fxsplit_encoder.capture.ladder import MeasuredCosts
 from fxsplit_encoder.capture.pool import GraphPool
 from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.errors import InputError
@@ -212,7 +213,7 @@ def test_what_a_device_measures_to_be_no_faster_stays_uncaptured(monkeypatch: py
     shapes = captures_of(forward)
 
     def no_faster(ladder: Any, tokens: int) -> None:
-        ladder.no_graph_needed.add(tokens)
+        ladder.costs[tokens] = MeasuredCosts({}, 1.0)
 
     with monkeypatch.context() as patch:
         patch.setattr(unpadded.BudgetLadder, "capture", no_faster)
