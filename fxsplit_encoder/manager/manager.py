@@ -104,7 +104,7 @@ class EncoderCudaGraphManager(Lifecycle):
         )
         self._items = ItemReader(tower, num_axes=len(self.model_config.capture_axes))
         kernels = Choosers.of(self.config)
-        kernels.check(self.device)
+        kernels.attention.check(self.device)
         self.statistics = Statistics(log_interval)
         own = Generation(
             TowerSpec(tower, self.model_config, self.limits, self.dtype),
