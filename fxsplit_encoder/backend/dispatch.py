@@ -105,7 +105,7 @@ class BudgetDispatcher:
         self.config = config
         self.pool = GraphPool(program.device)
         self.kernels = Choosers.of(config)
-        self.kernels.check(program.device)
+        self.kernels.attention.check(program.device)
         self.statistics = Statistics(log_interval=0)
         self.owners = owners_of_trace() if owners is None else owners
         """Whose graph it is: what `torch.compile` made, and the module."""

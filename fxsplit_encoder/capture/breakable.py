@@ -14,7 +14,6 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple, ParamSpec, Self, TypeVar
 
 import torch
@@ -435,8 +434,7 @@ def _waiting_copy(args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.
     return None
 
 
-@dataclass(frozen=True, slots=True)
-class Attended:
+class Attended(NamedTuple):
     """The rows and the bound with which attention over some cumulative lengths was captured."""
 
     rows: int

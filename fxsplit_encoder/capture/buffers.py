@@ -11,6 +11,7 @@ import functools
 import os
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -146,18 +147,18 @@ StaticValue: TypeAlias = Tensor | Sequence[Tensor]
 """A value for a static buffer: a tensor, or several whose rows follow one another."""
 
 
+@dataclass(slots=True, eq=False)
 class _Contents:
     """The contents of memory that buffers share: the buffer filled last, and how far."""
 
-    def __init__(self, owner: object, rows: int) -> None:
-        self.owner = owner
-        """The `StaticBuffer.token` of the last."""
-        self.dirty = [(0, rows)]
-        """(first row, end) of what may not be zero, in order."""
-        self.source: weakref.ref[Tensor] | None = None
-        """The constant tensor that it was filled from."""
-        self.is_constant = False
-        """Whether these are the contents of the capture, and a batch may leave it out."""
+    owner: object
+    """The `StaticBuffer.token` of the last."""
+    dirty: list[tuple[int, int]]
+    """(first row, end) of what may not be zero, in order."""
+    is_constant: bool
+    """Whether these are the contents of the capture, and a batch may leave it out."""
+    source: weakref.ref[Tensor] | None = None
+    """The constant tensor that it was filled from."""
 
 
 class StaticBuffer:
@@ -190,8 +191,7 @@ class StaticBuffer:
         """Rows along the token dimension."""
         self.token = object()
         """Stands for this buffer where a reference would be a cycle."""
-        self._contents = _Contents(self.token, self.capacity)
-        self._contents.is_constant = may_be_left_out
+        self._contents = _Contents(self.token, [(0, self.capacity)], may_be_left_out)
 
     @property
     def dirty_rows(self) -> int:
@@ -216,7 +216,7 @@ class StaticBuffer:
         shorter._contents = self._contents
         shorter._contents.owner = shorter.token
         shorter._contents.source = None
-        shorter._mark(shorter.capacity)
+        shorter._clear_from(shorter.capacity)
         return shorter
 
     def check(self, value: StaticValue) -> None:
@@ -282,7 +282,7 @@ class StaticBuffer:
             whole = parts[0] if len(parts) == 1 else torch.cat(list(parts), self.token_dim)
             fill = Tensor.copy_ if self.padding_logic is None or whole.dim() == 0 else self.padding_logic
             fill(self.tensor, whole)
-            self._mark(self.capacity)
+            self._clear_from(self.capacity)
             return
         rows = 0
         for part in parts:
@@ -317,6 +317,7 @@ class StaticBuffer:
         return self.tensor.narrow(self.token_dim, start, end - start)
 
     def _clear_from(self, rows: int) -> None:
+        """Marks the first rows as filled and zeroes the others; those after this buffer stay as they were."""
         capacity, dirty = self.capacity, [(0, rows)]
         for first, end in self._contents.dirty:
             start, stop = first if first > rows else rows, end if end < capacity else capacity
@@ -326,13 +327,6 @@ class StaticBuffer:
                 dirty.append((first if first > capacity else capacity, end))
         self._contents.dirty = dirty
 
-    def _mark(self, rows: int) -> None:
-        """Marks the first rows as filled; those after this buffer stay as they were."""
-        behind = [
-            (max(first, self.capacity), end) for first, end in self._contents.dirty if end > self.capacity
-        ]
-        self._contents.dirty = [(0, rows), *behind]
-
     @property
     def is_constant(self) -> bool:
         """Whether a batch may leave it out."""
@@ -341,7 +335,7 @@ class StaticBuffer:
     def restore(self, contents: Tensor) -> None:
         """Makes `contents` its constant again."""
         self.tensor.copy_(contents)
-        self._mark(self.capacity)
+        self._clear_from(self.capacity)
         self._contents.source = None
         self._contents.is_constant = True
 

@@ -111,16 +111,6 @@ class CaptureRequest:
         frames = [KnownSegments(each, [0, rows]) for each in lengths if each.shape[0] == 2]
         return functools.partial(body, frames)
 
-    def run(self) -> None:
-        """Runs once each body that a capture times or records, so that its kernels become known."""
-        bodies: list[Callable[[], Any]] = [self.body, self.exact_body()]
-        if self.single_segment is not None:
-            bodies.append(self.single_segment().body)
-        for body in bodies:
-            pause()
-            with torch.inference_mode(False), torch.no_grad():
-                body()
-
 
 WARMUPS = 2
 """Runs of a forward before it is captured: the first prepares what is prepared once."""
@@ -480,6 +470,9 @@ REPEATS = 3
 # Milliseconds after which two are enough: a good part of capturing a ladder is waiting for what is timed.
 _LONG_MS = 30.0
 
+# The host's share of a run from which on the device is taken to keep up with it. A choice.
+_BOUND_BY_HOST = 0.9
+
 # Before another run of what takes longer, requests may go first.
 _PAUSE_MS = 10.0
 
@@ -491,6 +484,11 @@ class MeasuredRun(NamedTuple):
     """To the end of its device work."""
     host: float
     """Until it returns."""
+
+    @property
+    def is_bound_by_host(self) -> bool:
+        """Whether the device keeps up with the host, which is busy nearly all the time."""
+        return self.host >= _BOUND_BY_HOST * self.wall
 
 
 def measure_run(call: Callable[[], Any], device: torch.device, repeats: int = REPEATS) -> MeasuredRun:

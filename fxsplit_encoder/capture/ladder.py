@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -77,10 +78,6 @@ class MeasuredCosts:
         return min(self.modes.values())
 
 
-# Where a tower's own code keeps the host busy for more than this share of the time that it takes, the device
-# keeps up with it: a smaller size takes as long, and need not be run to know it. The share is a choice.
-_BOUND_BY_HOST = 0.9
-
 # A second graph for batches of one segment is kept where it costs at most this share of the other: less is
 # within the noise of a measurement, and takes memory all the same.
 _SINGLE_SEGMENT_GAIN = 0.98
@@ -113,8 +110,6 @@ class BudgetLadder:
         self.mode = mode
         self.measured = measured
         self.captured: dict[int, CapturedForward] = {}
-        self.no_graph_needed: set[int] = set()
-        """Budgets at whose size `auto` found the exact shape to be as fast."""
         self.dropped: dict[int, str] = {}
         """Reasons of budgets that could not be captured."""
         self.out_of_memory: set[int] = set()
@@ -150,7 +145,6 @@ class BudgetLadder:
             with self._comparing():
                 if known is not None and known.mode is None:
                     self.costs[budget] = replace(known)
-                    self.no_graph_needed.add(budget)
                 else:
                     request = self._agreed_request(budget)
                     if not self._is_timed:
@@ -176,11 +170,20 @@ class BudgetLadder:
         return time.perf_counter() - sum(self._compared) - scheduler().seconds_paused
 
     def run(self, budget: int) -> None:
-        """Runs what `capture` would run for a budget without measurements, so that its kernels are known."""
+        """Runs once each body that `capture` times or records for a budget without measurements, so that its
+        kernels are known.
+        """
         if not self._is_timed or budget in self._known:
             return
         try:
-            self.request(budget).run()
+            request = self.request(budget)
+            bodies: list[Callable[[], Any]] = [request.body, request.exact_body()]
+            if request.single_segment is not None:
+                bodies.append(request.single_segment().body)
+            for body in bodies:
+                pause()
+                with torch.inference_mode(False), torch.no_grad():
+                    body()
         except (CaptureError, torch.OutOfMemoryError) as error:  # `capture` will say it
             logger.info("budget %s cannot be run ahead: %s", budget, error)
 
@@ -192,7 +195,12 @@ class BudgetLadder:
     def known(self) -> dict[int, MeasuredCosts]:
         """Returns the measured budgets, for another ladder to `expect`."""
         kept = self.captured.keys() | self.no_graph_needed
-        return {budget: costs for budget, costs in self.costs.items() if budget in kept}
+        return {budget: self.costs[budget] for budget in kept & self.costs.keys()}
+
+    @property
+    def no_graph_needed(self) -> set[int]:
+        """Budgets at whose size `auto` found the exact shape to be as fast."""
+        return {budget for budget, costs in self.costs.items() if costs.mode is None}
 
     @property
     def capture_ms(self) -> float:
@@ -226,7 +234,6 @@ class BudgetLadder:
     def clear(self) -> None:
         """Releases every capture and forgets what was measured."""
         self.release()
-        self.no_graph_needed.clear()
         self.dropped.clear()
         self.out_of_memory.clear()
         self.costs.clear()
@@ -262,7 +269,6 @@ class BudgetLadder:
         exact_may_win = self.mode == "auto" and self.exact_may_win
         if exact_may_win and costs.hides_host:
             logger.info("budget %s: exact shape %.3f ms, of the host %.3f", budget, *exact)
-            self.no_graph_needed.add(budget)
             self.costs[budget] = costs
             return
         candidates = self._record(budget, request)
@@ -277,13 +283,11 @@ class BudgetLadder:
         for mode, captured in candidates.items():
             if mode != best or exact_wins:
                 captured.release()
+        if not exact_wins:
+            self.captured[budget], costs.mode = candidates[best], best
         self.costs[budget] = costs
-        if exact_wins:
-            self.no_graph_needed.add(budget)
-            return
-        self.captured[budget], costs.mode = candidates[best], best
         # A user who wants piecewise has a capture that attends to the true segments anyway.
-        if request.single_segment is not None and (best == "full" or self.mode == "auto"):
+        if costs.mode and request.single_segment is not None and (best == "full" or self.mode == "auto"):
             self._capture_single_segment(budget, request)
 
     def _exact_run(self, budget: int, request: CaptureRequest) -> MeasuredRun:
@@ -299,7 +303,7 @@ class BudgetLadder:
                 run = measure_run(request.exact_body(), self.pool.device)
         except torch.OutOfMemoryError:
             return MeasuredRun(math.inf, math.inf)
-        if is_own_code and run.host > _BOUND_BY_HOST * run.wall:
+        if is_own_code and run.is_bound_by_host:  # a smaller size takes as long, and need not be run
             self._bound_by_host = budget, run
         return run
 

@@ -147,7 +147,13 @@ class DataParallel:
             return encode_local(mm_kwargs)
         header = _Header()
         try:
-            share = self._encode_share(mm_kwargs, encode_local, tower)
+            specs = read_item_specs(tower, mm_kwargs)
+            assignment = assign_items([*map(self.costs, specs)], self.num_ranks)
+            own, items = assignment[self.rank], list[Tensor]()
+            if own:
+                everything = len(own) == len(specs)
+                items = encode_local(mm_kwargs if everything else select_items(tower, mm_kwargs, own, 0)[0])
+            share = _Share(specs, assignment, items)
             header = self._describe(share)
         finally:
             if header.failed:  # the others wait for it; this rank's own error is the one to raise
@@ -158,23 +164,6 @@ class DataParallel:
         return self._gather_items(share, headers)
 
     # --- this rank's share
-
-    def _encode_share(
-        self,
-        mm_kwargs: dict[str, Any],
-        encode_local: Callable[[dict[str, Any]], list[Tensor]],
-        tower: SupportsEncoderCudaGraph,
-    ) -> _Share:
-        specs = read_item_specs(tower, mm_kwargs)
-        assignment = assign_items([*map(self.costs, specs)], self.num_ranks)
-        own = assignment[self.rank]
-        if not own:
-            return _Share(specs, assignment, [])
-        everything = len(own) == len(specs)
-        selected = mm_kwargs if everything else select_items(tower, mm_kwargs, own, num_axes=0)[0]
-        items = encode_local(selected)
-        assert len(items) == len(own)
-        return _Share(specs, assignment, items)
 
     def _describe(self, share: _Share) -> _Header:
         own = share.assignment[self.rank]

@@ -23,6 +23,7 @@ from fxsplit_encoder.manager.request_plans import RequestPlans
 from fxsplit_encoder.manager.tower import TowerSpec
 from fxsplit_encoder.pauses import pause
 from fxsplit_encoder.planning.limits import CaptureKey
+from fxsplit_encoder.runtime.measure import run_timed
 from fxsplit_encoder.runtime.memory_limit import CaptureSet
 from fxsplit_encoder.runtime.requests import CaptureScope, WeightChecks
 from fxsplit_encoder.runtime.statistics import Statistics
@@ -142,11 +143,6 @@ class Generation:
         self.plans = RequestPlans(spec, config, self.runner)
 
     @property
-    def paths(self) -> dict[str, EncoderPath]:
-        """The paths by name, of a tower without capture axes; else those of the first axis keys."""
-        return {name: path for (name, _), path in reversed(self.paths_by_key.items())}
-
-    @property
     def compiled_paths(self) -> list[EncoderPath]:
         """Paths whose forward is compiled, or is to be; one without budgets runs eagerly."""
         return [path for path in self.paths_by_key.values() if path.budgets and path.is_to_compile]
@@ -234,8 +230,9 @@ class Generation:
         for key, budget in wanted:
             self.paths_by_key[key].ladder.run(budget)
             pause()
-        for key in dict.fromkeys(key for key, _ in wanted if self.is_measured):
-            self.paths_by_key[key].run_timed()
+        for key in dict.fromkeys(key for key, _ in wanted if self.is_measured and self.scope.measured):
+            if (path := self.paths_by_key[key]).expected is None:
+                run_timed(path, path.budgets)
             pause()
 
     @property

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
 from contextvars import Token
@@ -29,7 +31,6 @@ from fxsplit_encoder.planning.plan import MissReason, Plan
 from fxsplit_encoder.runtime.captured_program import Choosers
 from fxsplit_encoder.runtime.requests import WeightChecks
 from fxsplit_encoder.runtime.states import OtherStates
-from fxsplit_encoder.runtime.statistics import CaptureProgress
 
 logger = logging.getLogger(__name__)
 
@@ -37,26 +38,27 @@ Progress = Callable[[int, int], None]
 """Is called with (done, total)."""
 
 
-class Lifecycle:
+class Lifecycle(ABC):
     """Captures a tower's forwards, at once or in steps between requests, and holds the captures that serve,
-    in the end those of `own`, and those of other states of the tower. The method `changed`, held weakly, is
-    called with the lock when others serve.
+    in the end those of `own`, and those of other states of the tower: the part of
+    `EncoderCudaGraphManager` under its requests.
     """
 
-    def __init__(self, own: Generation, kernels: Choosers, changed: Callable[[], None]) -> None:
-        self.own = own
+    def __init__(self, own: Generation, kernels: Choosers) -> None:
+        self.kernels = kernels
+        self._own = own
         """The generation of the tower's present state."""
-        self.others = OtherStates(Generation.forget_tower, own.config.max_graph_bytes)
+        self._others = OtherStates(Generation.forget_tower, own.config.max_graph_bytes)
         """Complete generations of states that the tower has left."""
-        others = weakref.ref(self.others)  # without a cycle, which would keep memory
+        others = weakref.ref(self._others)  # without a cycle, which would keep memory
         own.captures.bytes_elsewhere = lambda: 0 if (kept := others()) is None else kept.num_bytes
-        self.serving = own
+        self._serving = own
         """The generation that serves: the first captures, until `own` is captured."""
-        self.turns = Turns()
-        self.background: BackgroundCapture | None = None
-        self.is_captured = False
+        self._turns = Turns()
+        self._background: BackgroundCapture | None = None
+        self._is_captured = False
         """Whether anything was captured since the last `clear`."""
-        self.has_adapters = False
+        self._has_adapters = False
         """Whether layers of the tower may compute with other adapters from request to request."""
         self._start_notes: list[str] = []
         """Why a saved start is not used."""
@@ -64,109 +66,107 @@ class Lifecycle:
         self._looks = WeightChecks(own.config.weight_check_seconds)
         self._said: set[str] = set()
         """Why requests were left to the tower."""
-        self._kernels = kernels
-        self._changed = weakref.WeakMethod(changed)
 
     @property
-    def is_complete(self) -> bool:
+    def _is_complete(self) -> bool:
         """Whether everything is captured."""
-        return self.is_captured and self.serving is self.own
+        return self._is_captured and self._serving is self._own
 
-    def generations(self) -> set[Generation]:
+    def _generations(self) -> set[Generation]:
         """Returns those of every state of the tower, and the one that still serves."""
-        return {self.serving, self.own, *self.others}
+        return {self._serving, self._own, *self._others}
 
     def compile(self, progress: Progress | None = None) -> None:
-        """As `EncoderCudaGraphManager.compile`."""
-        self.wait()
-        with self.turns, on_device(self.own.pool.device), without_autograd():
-            self.take_structure()
+        """Traces and compiles every path; `progress` gets (done, total): two phases and every piece."""
+        self.wait_captured()
+        with self._turns, on_device(self._own.pool.device), without_autograd():
+            self._take_structure()
             self._read_start()
-            self.own.compile(progress)
+            self._own.compile(progress)
 
-    def prepare(self) -> Sequence[tuple[Hashable, int]]:
+    def _prepare(self) -> Sequence[tuple[Hashable, int]]:
         """Compiles and measures, with the lock; returns the (path key, budget) pairs to capture in `own`."""
-        self.own.run_in(torch.is_inference_mode_enabled())
-        planned = self.own.planned_captures()
+        self._own.run_in(torch.is_inference_mode_enabled())
+        planned = self._own.planned_captures()
         logger.info("%s", planned)
         self.compile()
-        if self.own.scope.measured and self.own.scope.compares_kernels:
+        if self._own.scope.measured and self._own.scope.compares_kernels:
             compile_jobs.begin_no_more()
             if compile_jobs.is_running():  # what waits for none of them is compared first
-                compare_ahead(lambda: self.own.run(planned), self.own.pool.device)
-        return self.own.prepare(planned)
+                compare_ahead(lambda: self._own.run(planned), self._own.pool.device)
+        return self._own.prepare(planned)
 
-    def capture_first(self, progress: Progress | None = None) -> None:
+    def _capture_first(self, progress: Progress | None = None) -> None:
         """Captures a few budgets of the tower's own forward, and starts the background capture."""
-        with serving_scope(self.turns, self._kernels, self.own.pool.device):
-            self.take_structure()  # which gives up captures of other modules
-            if self.is_captured:
+        with serving_scope(self._turns, self.kernels, self._own.pool.device):
+            self._take_structure()  # which gives up captures of other modules
+            if self._is_captured:
                 return
             self._read_start()
-        first, in_inference_mode = self.own.uncompiled(), torch.is_inference_mode_enabled()
+        first, in_inference_mode = self._own.uncompiled(), torch.is_inference_mode_enabled()
         # Stops where another thread has captured since this one began.
-        work = WorkBetween(self.turns, lambda: self.is_captured, at_once=True)
+        work = WorkBetween(self._turns, lambda: self._is_captured, at_once=True)
         on_its_device = on_device(first.pool.device)
         try:
-            with self._kernels.choosing(), on_its_device, without_autograd(), pausing_by(work), work.turn():
-                for generation in (first, self.own):
+            with self.kernels.choosing(), on_its_device, without_autograd(), pausing_by(work), work.turn():
+                for generation in (first, self._own):
                     generation.run_in(in_inference_mode)
-                first.structure = self.own.structure
-                planned = self.own.planned_captures()
+                first.structure = self._own.structure
+                planned = self._own.planned_captures()
                 first.captures.capture(first.prepare(first_of(first.planned_captures())), progress)
                 self._serve(first)
-                self.background = BackgroundCapture(
-                    self.own, planned, first, self.turns, self._kernels, weakref.WeakMethod(self.switch)
+                self._background = BackgroundCapture(
+                    self._own, planned, first, self._turns, self.kernels, weakref.WeakMethod(self._switch)
                 )
-                weakref.finalize(self, self.background.stop).atexit = False
-                self.background.start()
+                weakref.finalize(self, self._background.stop).atexit = False
+                self._background.start()
         except StoppedError:
-            with self.turns:
+            with self._turns:
                 first.clear()
 
-    def switch(self) -> None:
+    def _switch(self) -> None:
         """Makes `own` serve, as far as it is captured, and releases what served before."""
-        before = self.serving
+        before = self._serving
         try:
-            self.own.check_tower()
+            self._own.check_tower()
         except TowerChangedError:
             self._forget()  # some of it was captured of another state
             raise
-        self._serve(self.own)
+        self._serve(self._own)
         if self._keeps_costs:
-            keep_costs(self.own, self._kernels.measurements)
-        if before is not self.own:
+            keep_costs(self._own, self.kernels.measurements)
+        if before is not self._own:
             before.clear()
 
     def _serve(self, generation: Generation, *, captured: bool = True) -> None:
-        self.serving, self.is_captured = generation, captured
-        if (changed := self._changed()) is not None:
-            changed()
+        self._serving, self._is_captured = generation, captured
+        self._use_captures()
 
-    @property
-    def progress(self) -> CaptureProgress | None:
-        """Progress of the background capture; None: there is none."""
-        return self.background.progress if self.background is not None else None
+    @abstractmethod
+    def _use_captures(self) -> None:
+        """Is called with the lock when others serve."""
 
-    def wait(self, timeout: float | None = None) -> bool:
-        """As `EncoderCudaGraphManager.wait_captured`."""
-        return self.background is None or self.background.wait(timeout)
+    def wait_captured(self, timeout: float | None = None) -> bool:
+        """Waits for the work behind `capture(wait=False)`, and lets its captures be made; returns
+        whether it is over, see `stats().progress`. After `timeout` seconds it begins no further capture.
+        """
+        return self._background is None or self._background.wait(timeout)
 
     def clear(self) -> None:
-        """As `EncoderCudaGraphManager.clear`."""
-        if self.background is not None:
-            self.background.stop()
-        with self.turns:
-            self.others.clear()
-            for generation in {self.serving, self.own}:
+        """Releases every capture and its memory, and ends work behind `capture(wait=False)`."""
+        if self._background is not None:
+            self._background.stop()
+        with self._turns:
+            self._others.clear()
+            for generation in {self._serving, self._own}:
                 generation.clear()
-            self._serve(self.own, captured=False)
+            self._serve(self._own, captured=False)
 
     # --- the tower's modules
 
-    def allowed(self, plan: Plan) -> Plan:
+    def _allowed(self, plan: Plan) -> Plan:
         """Returns a request's plan, or one by the tower's own forward where captures may not serve."""
-        found, structure = foreign_around(), self.own.structure
+        found, structure = foreign_around(), self._own.structure
         reason, why = MissReason.FOREIGN_CODE, f"there is {found}"
         if found is None and structure is not None:
             found = structure.in_training()
@@ -178,57 +178,53 @@ class Lifecycle:
             logger.warning("items are encoded by the tower's own forward: %s", why)
         return plan.by_the_tower(reason)
 
-    def check_tower(self) -> None:
+    def _check_tower(self) -> None:
         """Raises TowerChangedError, every `weight_check_seconds`, if the tower's modules have changed."""
-        structure, looks = self.own.structure, self._looks
+        structure, looks = self._own.structure, self._looks
         if structure is None or not (looks.are_always_due or looks.is_due("")) or structure.is_current():
             return
-        if self.others.find(self.own) is self.own:
+        if self._others.find(self._own) is self._own:
             return
-        self.look_again()  # what was found is there until it is mended
-        if self.background is not None and not self.background.progress.is_over:
+        self._looks.all_are_due()  # what was found is there until it is mended
+        if self._background is not None and not self._background.progress.is_over:
             self._forget()  # what is captured in steps may be of either state
-        self.own.check_tower()  # raises, unless another thread undid it
+        self._own.check_tower()  # raises, unless another thread undid it
 
-    def follow_adapters(self) -> None:
+    def _follow_adapters(self) -> None:
         """Makes kept captures serve, if the tower's layers compute with other adapters than before.
         TowerChangedError: there are none for these, or other ranks may not have them.
         """
-        structure = self.own.structure
+        structure = self._own.structure
         if structure is None or not structure.has_other_adapters():
             return
-        if self.own.scope.agree is not None or not self._take_kept():
-            self.look_again()
-            self.check_tower()
+        if self._own.scope.agree is not None or not self._take_kept():
+            self._looks.all_are_due()
+            self._check_tower()
 
-    def look_again(self) -> None:
-        """Makes the next request check the tower's modules."""
-        self._looks.all_are_due()
-
-    def take_structure(self) -> None:
+    def _take_structure(self) -> None:
         """Notes the tower's modules, and puts captures of others aside. The caller holds the lock."""
-        structure = self.own.structure
+        structure = self._own.structure
         if structure is not None and not self._take_kept() and (change := structure.change()):
             logger.warning("capturing again: %s", change)
-            if self.is_complete and structure.has_other_adapters():
-                left, self.own = self.own, self.own.again()
-                self.own.captures.bytes_elsewhere = left.captures.bytes_elsewhere
-                self.others.put(left)
+            if self._is_complete and structure.has_other_adapters():
+                left, self._own = self._own, self._own.again()
+                self._own.captures.bytes_elsewhere = left.captures.bytes_elsewhere
+                self._others.put(left)
                 if left.scope.agree is None:  # bytes are not the same on all ranks, which keep the same
-                    self.others.make_room(left.pool.device)
-                self._serve(self.own, captured=False)
+                    self._others.make_room(left.pool.device)
+                self._serve(self._own, captured=False)
             else:
                 self._forget()
-                self.own.structure = None
-        if self.own.structure is None and (part := tower_part(self.own.spec.tower)) is not None:
+                self._own.structure = None
+        if self._own.structure is None and (part := tower_part(self._own.spec.tower)) is not None:
             if (layer := unmerging_layer(part)) is not None:
                 raise InputError(
                     f"the tower: expected adapters that are merged or disabled; got {layer}, which is both: "
                     "its forward would unmerge them. Call unmerge() first"
                 )
-            self.own.structure = Structure(part)
-            self.has_adapters = self.own.structure.has_adapters
-        structure = self.own.structure
+            self._own.structure = Structure(part)
+            self._has_adapters = self._own.structure.has_adapters
+        structure = self._own.structure
         if structure is not None and (name := structure.in_training()) is not None:
             raise InputError(
                 f"the tower: expected every module in evaluation mode; got {name} in training mode, which "
@@ -237,67 +233,78 @@ class Lifecycle:
 
     def _forget(self) -> None:
         """Gives up what the present captures are, or are to be."""
-        if self.background is not None:
-            self.background.stop()
-        for generation in {self.serving, self.own}:
+        if self._background is not None:
+            self._background.stop()
+        for generation in {self._serving, self._own}:
             generation.forget_tower()
-        self._serve(self.own, captured=False)
+        self._serve(self._own, captured=False)
 
     def _take_kept(self) -> bool:
         """Makes kept captures of the tower's state serve; returns whether they did not and do now."""
-        left = self.own
+        left = self._own
         if left.structure is None or left.structure.is_current():
             return False
-        found = self.others.find(left)
+        found = self._others.find(left)
         if found is None or found is left:
             return False
-        if self.is_complete:
-            self.others.put(left, found)
+        if self._is_complete:
+            self._others.put(left, found)
         else:
             self._forget()
-            self.others.take(found)
-        found.runner.in_inference_mode = self.serving.runner.in_inference_mode  # of a request in hand
-        self.own = found
+            self._others.take(found)
+        found.runner.in_inference_mode = self._serving.runner.in_inference_mode  # of a request in hand
+        self._own = found
         self._serve(found)
         return True
 
-    def capture_again(self, error: WeightsMovedError) -> None:
+    def _capture_again(self, error: WeightsMovedError) -> None:
         """Captures again what serves, over the tower's parameters now. The caller holds the lock. InputError:
         the program was compiled for other layouts. WeightsMovedError: ranks share the tower's weights, and
         may not all have seen the error. TowerChangedError: the modules have changed too.
         """
-        if self.own.scope.agree is not None:
+        if self._own.scope.agree is not None:
             raise error
-        self.own.check_tower()
-        for path in self.serving.paths_by_key.values():
+        self._own.check_tower()
+        for path in self._serving.paths_by_key.values():
             path.current_program()
         logger.warning("capturing again: %s", error)
-        held = self.serving.captures.held()
-        self.serving.captures.clear()
-        self.serving.captures.capture(held)
-        self._serve(self.serving)
+        held = self._serving.captures.held()
+        self._serving.captures.clear()
+        self._serving.captures.capture(held)
+        self._serve(self._serving)
 
     # --- a saved start
 
-    def save_start(self, path: Path) -> int:
-        """As `EncoderCudaGraphManager.save_start`."""
-        self.wait()
-        with self.turns:
-            if not self.is_complete:
+    def save_start(self, path: str | os.PathLike[str]) -> int:
+        """Writes a file with which other processes start on devices of the same kind without compiling or
+        measuring; returns its bytes. Replaces the file as a whole, after the end of `capture(wait=False)`.
+
+        Raises:
+            InputError: nothing was captured yet, or the file cannot be written.
+        """
+        self.wait_captured()
+        with self._turns:
+            if not self._is_complete:
                 raise InputError("save_start: nothing was compiled or measured yet; call capture() first")
-            num_bytes, unsaved = save_start(self.own, self._kernels.measurements, path)
+            num_bytes, unsaved = save_start(self._own, self.kernels.measurements, Path(path))
         for label, why in unsaved.items():
             logger.warning("%s: a start from %s will trace it again: %s", label, path, why)
         return num_bytes
 
-    def load_start(self, path: Path) -> bool:
-        """As `EncoderCudaGraphManager.load_start`."""
-        with self.turns:
-            if self.is_captured:
+    def load_start(self, path: str | os.PathLike[str]) -> bool:
+        """Makes `compile` and `capture` use a file of `save_start`; returns whether it is used. It holds
+        compiled code, so its source must be trusted. A file that is damaged, or was made by another GPU,
+        version, tower or configuration, is ignored; a warning and `reports` name what differs.
+
+        Raises:
+            InputError: captures are there already.
+        """
+        with self._turns:
+            if self._is_captured:
                 raise InputError("load_start: everything is captured already; call it before capture()")
             self._start_read = True
             try:
-                load_start(self.own, self._kernels.measurements, path)
+                load_start(self._own, self.kernels.measurements, Path(path))
             except StartFileError as error:
                 self._start_notes = [f"the start in {path} is not used: {error}"]
                 logger.warning("%s", self._start_notes[0])
@@ -309,19 +316,14 @@ class Lifecycle:
         if self._start_read:
             return
         self._start_read = True
-        path = self.own.config.start_file
-        if (path is None or not self.load_start(Path(path))) and self._keeps_costs:
-            expect_costs(self.own, self._kernels.measurements)
+        path = self._own.config.start_file
+        if (path is None or not self.load_start(path)) and self._keeps_costs:
+            expect_costs(self._own, self.kernels.measurements)
 
     @property
     def _keeps_costs(self) -> bool:
         # Ranks have to measure, or not, together.
-        return self.own.is_measured and self.own.pool.is_cuda and self.own.scope.agree is None
-
-    @property
-    def notes(self) -> list[str]:
-        """Lines about dropped budgets and forwards that were not compiled, with reasons."""
-        return [*self._start_notes, *(self.background.notes if self.background is not None else ())]
+        return self._own.is_measured and self._own.pool.is_cuda and self._own.scope.agree is None
 
 
 # Entered for every request: four contexts in one `with` take twice as many calls.

@@ -9,7 +9,6 @@ import random
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -52,7 +51,7 @@ logger = logging.getLogger(__name__)
 _PACKAGES = ("fxsplit-encoder", "torch", "transformers", "flash-attn-4", "nvidia-cudnn-frontend")
 
 
-class EncoderCudaGraphManager:
+class EncoderCudaGraphManager(Lifecycle):
     """Encodes batches of images and videos through captured budgets.
 
     Args:
@@ -104,8 +103,8 @@ class EncoderCudaGraphManager:
             has_video="video" in self.model_config.modalities,
         )
         self._items = ItemReader(tower, num_axes=len(self.model_config.capture_axes))
-        self.kernels = Choosers.of(self.config)
-        self.kernels.check(self.device)
+        kernels = Choosers.of(self.config)
+        kernels.attention.check(self.device)
         self.statistics = Statistics(log_interval)
         own = Generation(
             TowerSpec(tower, self.model_config, self.limits, self.dtype),
@@ -119,7 +118,7 @@ class EncoderCudaGraphManager:
         self._recorder: Recorder | None = None
         self._missed_capture = not own.plans.is_idle
         """Whether an execution before the first capture is still to be warned of."""
-        self._lifecycle = Lifecycle(own, self.kernels, self._use_captures)
+        super().__init__(own, kernels)
         self._use_captures()
 
     # --- compile and capture
@@ -127,17 +126,17 @@ class EncoderCudaGraphManager:
     @property
     def pool(self) -> GraphPool:
         """The memory pool of the captures that serve."""
-        return self._lifecycle.serving.pool
+        return self._serving.pool
 
     @property
     def paths_by_key(self) -> dict[tuple[str, tuple[Hashable, ...]], EncoderPath]:
         """The paths that serve, by name and axis keys."""
-        return self._lifecycle.serving.paths_by_key
+        return self._serving.paths_by_key
 
     @property
     def paths(self) -> dict[str, EncoderPath]:
         """The paths by name, of a tower without capture axes; else those of the first axis keys."""
-        return self._lifecycle.serving.paths
+        return {name: path for (name, _), path in reversed(self.paths_by_key.items())}
 
     @property
     def programs(self) -> dict[str, BoundProgram | None]:
@@ -147,10 +146,11 @@ class EncoderCudaGraphManager:
     @property
     def reports(self) -> list[str]:
         """Lines that say what was dropped or runs in another way than configured, and why."""
-        notes = [note for path in self.paths_by_key.values() for note in path.notes]
-        is_invariant = self._lifecycle.serving.scope.config.invariant
+        notes = [*self._start_notes, *(self._background.notes if self._background is not None else ())]
+        notes += [note for path in self.paths_by_key.values() for note in path.notes]
+        is_invariant = self._serving.scope.config.invariant
         kept = _invariant_kernels(self.kernels, self.device) if is_invariant else ()
-        return [*self._lifecycle.notes, *notes, *kept, *self.kernels.failures(self.device)]
+        return [*notes, *kept, *self.kernels.failures(self.device)]
 
     @property
     def budget_graphs(self) -> dict[str, dict[int, BudgetGraphMetadata]]:
@@ -162,11 +162,7 @@ class EncoderCudaGraphManager:
 
     def planned_captures(self) -> CapturePlan:
         """Returns what `capture` will capture, and the bytes of its static inputs."""
-        return self._lifecycle.own.planned_captures()
-
-    def compile(self, progress: Callable[[int, int], None] | None = None) -> None:
-        """Traces and compiles every path; `progress` gets (done, total): two phases and every piece."""
-        self._lifecycle.compile(progress)
+        return self._own.planned_captures()
 
     def capture(self, progress: Callable[[int, int], None] | None = None, *, wait: bool = True) -> None:
         """Compiles, then captures every budget of every path, largest first (capture rule 10).
@@ -186,64 +182,39 @@ class EncoderCudaGraphManager:
         """
         if not wait:
             check_that_steps_will_do(self.config)
-            if self._lifecycle.own.compiled_paths and self.config.enabled:
-                self._lifecycle.capture_first(progress)
+            if self._own.compiled_paths and self.config.enabled:
+                self._capture_first(progress)
                 return
         self.wait_captured()
-        with serving_scope(self._lifecycle.turns, self.kernels, self.device):
-            self._lifecycle.take_structure()
-            if not self.config.enabled or self._lifecycle.is_complete:
+        with serving_scope(self._turns, self.kernels, self.device):
+            self._take_structure()
+            if not self.config.enabled or self._is_complete:
                 return
-            wanted = self._lifecycle.prepare()
-            self._lifecycle.own.captures.capture(wanted, progress)
-            self._lifecycle.switch()
-            if self.data_parallel is not None and self._lifecycle.serving.scope.config.invariant:
+            wanted = self._prepare()
+            self._own.captures.capture(wanted, progress)
+            self._switch()
+            if self.data_parallel is not None and self._serving.scope.config.invariant:
                 self.data_parallel.check_same(
                     "invariant: kernels", _invariant_choices(self.kernels, self.device)
                 )
             if self.data_parallel is not None and self.pool.is_cuda:
                 # So that ranks get items of equal cost, not just of equal size.
-                self.data_parallel.share_costs(*self._lifecycle.serving.unit_costs())
-
-    def wait_captured(self, timeout: float | None = None) -> bool:
-        """Waits for the work behind `capture(wait=False)`, and lets its captures be made; returns
-        whether it is over, see `stats().progress`. After `timeout` seconds it begins no further capture.
-        """
-        return self._lifecycle.wait(timeout)
-
-    def save_start(self, path: str | os.PathLike[str]) -> int:
-        """Writes a file with which other processes start on devices of the same kind without compiling or
-        measuring; returns its bytes. Replaces the file as a whole, after the end of `capture(wait=False)`.
-
-        Raises:
-            InputError: nothing was captured yet, or the file cannot be written.
-        """
-        return self._lifecycle.save_start(Path(path))
-
-    def load_start(self, path: str | os.PathLike[str]) -> bool:
-        """Makes `compile` and `capture` use a file of `save_start`; returns whether it is used. It holds
-        compiled code, so its source must be trusted. A file that is damaged, or was made by another GPU,
-        version, tower or configuration, is ignored; a warning and `reports` name what differs.
-
-        Raises:
-            InputError: captures are there already.
-        """
-        return self._lifecycle.load_start(Path(path))
+                self.data_parallel.share_costs(*self._serving.unit_costs())
 
     def can_replay(self) -> bool:
         """Returns whether captures serve any batch, or the settings ask for none."""
         serves = any(path.serves for path in self.paths_by_key.values())
-        return self._lifecycle.serving.plans.is_idle or (bool(self.model_config.modalities) and serves)
+        return self._serving.plans.is_idle or (bool(self.model_config.modalities) and serves)
 
     def _use_captures(self) -> None:
         """Passes the captures that serve to plans, statistics and the trace."""
-        captured = self._lifecycle.is_captured
+        captured = self._is_captured
         self._missed_capture = self._missed_capture and not captured
-        self._lifecycle.serving.plans.use_captures(self.limits, captured=captured)
-        self._lifecycle.serving.captures.record(self.statistics)
+        self._serving.plans.use_captures(self.limits, captured=captured)
+        self._serving.captures.record(self.statistics)
         if self._recorder is not None:
             self._recorder.captures_changed(self.paths)
-        if self._lifecycle.is_complete and not self.can_replay():
+        if self._is_complete and not self.can_replay():
             reason = "; ".join(self.reports) or "no path has a budget"
             if not self.model_config.modalities:
                 reason = "the tower declares no modality for them"
@@ -255,25 +226,21 @@ class EncoderCudaGraphManager:
 
     def is_captured(self) -> bool:
         """Returns whether `capture` has run since the last `clear`, with `wait=False` up to its return."""
-        return self._lifecycle.is_captured
-
-    def clear(self) -> None:
-        """Releases every capture and its memory, and ends work behind `capture(wait=False)`."""
-        self._lifecycle.clear()
+        return self._is_captured
 
     def check_weights(self) -> None:
         """Makes the next batch check all parameters and modules, and compute derived parameters anew, as is
         due after writes through `.data` (docs/manager.md).
         """
-        with self._lifecycle.turns:
-            for each in self._lifecycle.generations():
+        with self._turns:
+            for each in self._generations():
                 each.outdate_weights()
-        self._lifecycle.look_again()
+        self._looks.all_are_due()
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all captures: their graphs' pools and their static inputs."""
-        return sum(each.num_bytes for each in self._lifecycle.generations())
+        return sum(each.num_bytes for each in self._generations())
 
     def supports_modality(self, modality: str) -> bool:
         """Returns whether captures serve "image" or "video" inputs of this tower."""
@@ -285,7 +252,7 @@ class EncoderCudaGraphManager:
         """Returns how `execute` would encode these inputs now; before `capture`, with a full ladder. Reads
         only the grids, so pixels may be left out. Raises InputError as `execute`.
         """
-        plans = self._lifecycle.serving.plans
+        plans = self._serving.plans
         return plans.as_served(plans.of(self._items.read(mm_kwargs), is_use=False))
 
     def execute(self, mm_kwargs: dict[str, Any]) -> list[Tensor]:
@@ -308,14 +275,14 @@ class EncoderCudaGraphManager:
             # Before the lock is taken. Ranks report errors in the order of their calls.
             items = self._items.read(mm_kwargs) if self.data_parallel is None else None
             in_inference_mode = torch.is_inference_mode_enabled()
-            with serving_scope(self._lifecycle.turns, self.kernels, self.device):
+            with serving_scope(self._turns, self.kernels, self.device):
                 if self._missed_capture:
                     self._missed_capture = False
                     logger.warning(
                         "encoder CUDA graphs are enabled, but nothing has been captured: every item falls "
                         "back; call capture() before execute(), or set enabled: false"
                     )
-                self._lifecycle.serving.runner.in_inference_mode = in_inference_mode
+                self._serving.runner.in_inference_mode = in_inference_mode
                 if self.data_parallel is not None:
                     return self.data_parallel.execute(mm_kwargs, self._encode, self.tower)
                 return self._encode(mm_kwargs, items)
@@ -325,19 +292,19 @@ class EncoderCudaGraphManager:
             items = self._items.read(mm_kwargs)
         specs = items.specs
         start = time.perf_counter()
-        if self._lifecycle.has_adapters:
-            self._lifecycle.follow_adapters()
-        serving = self._lifecycle.serving
+        if self._has_adapters:
+            self._follow_adapters()
+        serving = self._serving
         plans, runner = serving.plans, serving.runner
         wanted = plans.of(items)
-        plan, captured = self._lifecycle.allowed(wanted), self._lifecycle.is_captured
+        plan, captured = self._allowed(wanted), self._is_captured
         try:
             results, batches = runner.run(plan, mm_kwargs, specs, may_replay=captured)
         except WeightsMovedError as error:
-            self._lifecycle.capture_again(error)
+            self._capture_again(error)
             plan = plans.of(items)
             results, batches = runner.run(plan, mm_kwargs, specs, may_replay=captured)
-        self._lifecycle.check_tower()  # while the device works
+        self._check_tower()  # while the device works
         if plans.recurring is not None and plan is wanted:
             plans.improve(mm_kwargs, items)
         if self._recorder is not None:  # what was encoded: a request that was refused is no load to tune for
@@ -367,18 +334,18 @@ class EncoderCudaGraphManager:
         """Appends every request from now on to a file, for `encoder-cg tune` and `encoder-cg report`: sizes
         and how they were served, no contents. InputError: the file cannot be opened.
         """
-        with self._lifecycle.turns:
-            own, before = self._lifecycle.own, self._recorder
+        with self._turns:
+            own, before = self._own, self._recorder
             self._recorder = Recorder(path, own, self.paths)
             if before is not None:
                 before.close()
 
     def stats(self) -> ManagerStats:
         """Returns hits, misses by reason, padding and bytes so far."""
-        self._lifecycle.serving.captures.record(self.statistics)
-        derived_bytes = sum(each.derived_bytes for each in self._lifecycle.generations())
-        counts = self.statistics.snapshot()
-        return replace(counts, progress=self._lifecycle.progress, derived_bytes=derived_bytes)
+        self._serving.captures.record(self.statistics)
+        derived_bytes = sum(each.derived_bytes for each in self._generations())
+        progress = self._background.progress if self._background is not None else None
+        return replace(self.statistics.snapshot(), progress=progress, derived_bytes=derived_bytes)
 
 
 # --- the same bits in every batch

@@ -46,7 +46,7 @@ from fxsplit_encoder.planning.limits import CaptureKey
 from fxsplit_encoder.planning.plan import PathPlan
 from fxsplit_encoder.protocol import BudgetGraphMetadata
 from fxsplit_encoder.runtime.captured_program import CapturedProgram
-from fxsplit_encoder.runtime.measure import measure_forward, run_timed
+from fxsplit_encoder.runtime.measure import measure_forward
 from fxsplit_encoder.runtime.requests import (
     CaptureScope,
     check_replacements,
@@ -439,11 +439,6 @@ class EncoderPath(CapturedProgram):
         torch.cuda.empty_cache()
         if self.measured.out_of_memory is not None:
             self.note(f"{self.label}: out of memory while {self.measured.out_of_memory} tokens were timed")
-
-    def run_timed(self) -> None:
-        """Runs once what `measure` will time."""
-        if self.scope.measured and self.expected is None:
-            run_timed(self, self.budgets)
 
     def clear(self) -> None:
         """Releases every capture; binds the program to the tower's parameters now, or forgets it where their

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -35,15 +35,13 @@ _TIE = 1.01
 _FEWEST = float(1 << 40)
 
 
+@dataclass(slots=True, eq=False)
 class _Kept:
     """The plan of requests of the same sizes."""
 
-    __slots__ = ("plan", "uses")
-
-    def __init__(self, plan: Plan, uses: int | None) -> None:
-        self.plan = plan
-        self.uses = uses
-        """Times that it served, until it recurs; None: it stays as it is."""
+    plan: Plan
+    uses: int | None
+    """Times that it served, until it recurs; None: it stays as it is."""
 
 
 class RequestPlans:

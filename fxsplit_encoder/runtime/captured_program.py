@@ -158,22 +158,20 @@ class CapturedProgram(ABC):
 
     def capture(self, budget: int) -> None:
         """Captures one budget once, or notes why it is dropped. Pauses as `BudgetLadder.capture`."""
-        is_new = budget not in self.captured
-        self.ladder.capture(budget)
-        if is_new and budget in self.captured and not (self.padding_proved or self.declares_padding):
-            captured = self.captured[budget]
+        captured = None if budget in self.captured else self.ladder.capture(budget)
+        if captured is not None and not (self.padding_proved or self.declares_padding):
             for each in (captured, captured.for_one_segment or captured):
                 each.must_be_full = self.is_always_full(budget)
         # Where nothing says that padding leaves rows alone, always; where the tower says so, with `debug`.
         compares = not self.padding_proved and (self.scope.config.debug or not self.declares_padding)
-        if is_new and budget in self.captured and compares:
+        if captured is not None and compares:
             pause()
-            change = self.padding_change(self.captured[budget], budget)
+            change = self.padding_change(captured, budget)
             if not (self.scope.agree or bool)(change is None):
-                full = self.captured[budget].must_be_full
+                full = captured.must_be_full
                 what = "it gives other results than the forward" if full else "padding changes its results"
                 self.ladder.drop(budget, f"{what}: {change or 'on another rank'}")
-        if is_new and budget in self.captured:
+        if captured is not None and budget in self.captured:
             self.token_capacity[budget] = self.tokens_held(budget)
         if budget in self.ladder.replaced:
             self.note(f"{self.label}: budget {budget} is {self.ladder.replaced[budget]}")
@@ -455,10 +453,6 @@ class Choosers:
     def of(cls, config: EncoderConfig) -> Self:
         """Makes the choosers of a configuration; ConfigError for an unknown kernel or condition."""
         return cls(KernelChooser(config.attention, invariant=config.invariant))
-
-    def check(self, device: torch.device) -> None:
-        """Raises ConfigError for a pinned kernel that does not work on a device."""
-        self.attention.check(device)
 
     def failures(self, device: torch.device) -> list[str]:
         """Returns a line for each operation and reason with the kernels that raise on a device."""

@@ -33,9 +33,6 @@ MEASURED_SEGMENTS = 8
 # device keeps up with the host: there a run takes as long as the host needs, whatever attention takes.
 _MEASURED_PARTS = (4, 2, 1)
 
-# The host's share of a run from which on the device is taken to keep up with it. A choice.
-_BOUND_BY_HOST = 0.9
-
 # Sizes of a tower's own forward, from the largest down, at which an H200 needs longer than its host. A guess
 # for others: a kernel that is not compared before is compared when it is timed.
 _LIKELY_TIMED = 3
@@ -206,7 +203,7 @@ def _measure_compiled(forward: TimedForward, budgets: Sequence[int]) -> Measured
             share, runs_share = _shares(forward.program, values, rows)
         eager.insert(0, (budget, run.wall))
         host = run.host  # of the smallest: behind a long queue the host waits, too
-        if host >= _BOUND_BY_HOST * run.wall:
+        if run.is_bound_by_host:
             break
         pause()
     for budget, _ in reversed(eager):
@@ -254,7 +251,7 @@ def _measure_uncompiled(forward: TimedForward, budgets: Sequence[int]) -> Measur
             name = min(lengths, key=lambda each: (-lengths[each][-1], len(lengths[each])))
             several = measure_run(functools.partial(forward, values), forward.device)
             pause()
-            if several.host < _BOUND_BY_HOST * several.wall:
+            if not several.is_bound_by_host:
                 break
         rows = lengths[name][-1]
         share = _share_of(lengths[name], rows)
@@ -280,7 +277,7 @@ def attention_cost(forward: TimedForward, values: Mapping[str, Tensor]) -> float
     as_one = measure_run(one, forward.device)
     pause()
     apart = measure_run(several, forward.device)
-    if as_one.host >= _BOUND_BY_HOST * as_one.wall:
+    if as_one.is_bound_by_host:
         return 0.0
     pairs = rows**2 * (1 - 1 / MEASURED_SEGMENTS)
     return max(0.0, (as_one.wall - apart.wall) / pairs)

@@ -393,7 +393,6 @@ def test_what_raises_for_all_calls_of_a_kind_is_said_in_a_line(monkeypatch: pyte
     states = {row["kernel"]: row["state"] for row in kernel_rows(CUDA, choosers.attention)}
     assert [name for name, state in states.items() if state != "works"] == ["one", "other"]
     monkeypatch.setattr(Choosers, "of", classmethod(lambda cls, config: choosers))
-    monkeypatch.setattr(choosers, "check", lambda device: None)
     monkeypatch.setattr(measurements, "table", lambda device: table)
     manager = fx.EncoderCudaGraphManager(PathsOfTiles(), log_interval=0)
     assert line in manager.reports
