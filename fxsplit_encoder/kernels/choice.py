@@ -85,7 +85,6 @@ class KernelMeasurements(Generic[ShapeT, KernelT]):
         self.shape = shape
         self.kernels = tuple(kernels)
         self.meter = meter
-        self._names = [kernel.name for kernel in kernels]
         self._store = store
         self._tables: dict[torch.device, dict[ShapeT, Measured]] = {}
         self._loaded: set[ShapeT] = set()
@@ -160,7 +159,7 @@ class KernelMeasurements(Generic[ShapeT, KernelT]):
                 if device not in self._tables:
                     table: dict[ShapeT, Measured] = {}
                     if self._store is not None and self.meter.can_measure(device):
-                        table = self._store(device).read_table(self.shape, self._names, device)
+                        table = self._store(device).read_table(self.shape, device)
                     self._tables[device] = table
                     self._loaded.update(table)
         return self._tables[device]
@@ -174,7 +173,7 @@ class KernelMeasurements(Generic[ShapeT, KernelT]):
         if self._store is not None:
             found = {each: measured for each, measured in new.items() if measured.microseconds}
             with self._lock:
-                self._store(device).add_to_table(found, self.shape, self._names, device)
+                self._store(device).add_to_table(found, self.shape, device)
 
     def compare_unawaited(self, shape: ShapeT) -> None:
         """Compares the kernels of captured classes that wait for no other process, for `compare` to reuse."""

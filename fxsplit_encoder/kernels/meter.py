@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import statistics
 import time
@@ -18,7 +19,7 @@ from torch import Tensor
 from fxsplit_encoder._torch.allocator import defer_frees, end_failed_capture
 from fxsplit_encoder._torch.device import indexed, wait_on_device
 from fxsplit_encoder._torch.streams import capture_streams
-from fxsplit_encoder.kernels.kernel import CallShape, KernelT, ShapeT
+from fxsplit_encoder.kernels.kernel import CallShape, Kernel, KernelT, ShapeT
 from fxsplit_encoder.pauses import has_turn
 
 logger = logging.getLogger(__name__)
@@ -56,20 +57,35 @@ class Measured:
     """Those of them that raised, and not because they do not compute such calls."""
 
 
-class Example(ABC, Generic[KernelT]):
+@dataclass(frozen=True, slots=True)
+class Example:
     """One call on random values."""
 
-    @abstractmethod
+    arguments: tuple[Any, ...]
+    """The first is a tensor of the dtype of the result."""
+    shape: tuple[int, ...]
+    """Of the result."""
+    reference: Callable[..., Tensor]
+    """Computes the result in float32, which is exact relative to the compared 16-bit values."""
+    timed_arguments: Callable[[], Sequence[tuple[Any, ...]]]
+    """Makes the arguments of the calls whose time counts, in turn."""
+    rows: int | None = None
+    """Rows of the result that count, the first ones; None: all."""
+
     def expected(self) -> Tensor:
-        """Computes the result in float32, which is exact relative to the compared 16-bit values."""
+        """Computes the result by the reference."""
+        return self.reference(*self.arguments)[: self.rows]
 
-    @abstractmethod
-    def result(self, kernel: KernelT) -> Tensor:
-        """Computes the result by a kernel, in its own dtype and the layout of `expected`."""
+    def result(self, kernel: Any) -> Tensor:
+        """Computes the result by a kernel, in memory that held NaN: rows that it does not write show."""
+        self.arguments[0].new_full(self.shape, float("nan"))
+        result: Tensor = kernel(*self.arguments)
+        return result[: self.rows]
 
-    @abstractmethod
-    def timed(self, kernel: KernelT) -> Callable[[], object]:
-        """Returns the call whose time counts."""
+    def timed(self, kernel: Any) -> Callable[[], object]:
+        """Returns the call whose time counts, each time with the next arguments."""
+        arguments = itertools.cycle(self.timed_arguments())
+        return lambda: kernel(*next(arguments))
 
 
 class Meter(ABC, Generic[ShapeT, KernelT]):
@@ -84,7 +100,7 @@ class Meter(ABC, Generic[ShapeT, KernelT]):
         """Errors and times that are known, by kernel and call: classes may have a call in common."""
 
     @abstractmethod
-    def examples(self, shape: ShapeT) -> Sequence[Example[KernelT]]:
+    def examples(self, shape: ShapeT) -> Sequence[Example]:
         """Returns the calls of this shape on which kernels are compared."""
 
     def calls(self, shape: ShapeT) -> Sequence[tuple[object, ...]]:
@@ -145,15 +161,10 @@ class Meter(ABC, Generic[ShapeT, KernelT]):
         return measured
 
 
-def _error(kernel: KernelT, example: Example[KernelT], expected: Tensor) -> float:
+def _error(kernel: Kernel[Any], example: Example, expected: Tensor) -> float:
     """Root mean square of the difference, relative to that of the expected values."""
     out = example.result(kernel).float()
     return float((out - expected).norm() / expected.norm())
-
-
-def poison_memory(like: Tensor) -> None:
-    """Fills memory for a contiguous tensor with NaN and frees it: rows that a kernel does not write show."""
-    torch.full_like(like, float("nan"), memory_format=torch.contiguous_format)
 
 
 @contextlib.contextmanager

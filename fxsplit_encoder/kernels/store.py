@@ -137,28 +137,21 @@ class KernelStore:
         self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         check_trusted(self.directory)  # files may be code
 
-    def read_table(
-        self, shape: type[ShapeT], kernels: Sequence[str], device: torch.device
-    ) -> dict[ShapeT, Measured]:
-        """The measurements of an operation; empty if `kernels` were others, or nothing can be read."""
+    def read_table(self, shape: type[ShapeT], device: torch.device) -> dict[ShapeT, Measured]:
+        """The measurements of an operation; empty if nothing can be read."""
         content = self.read(f"{shape.operation}.json")
         try:
-            stored = json.loads(content) if content is not None else {}
-            return table_of(stored["classes"], shape, device) if stored.get("kernels") == [*kernels] else {}
+            return table_of(json.loads(content)["classes"], shape, device) if content is not None else {}
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             logger.warning("what was measured of %s cannot be read: %s", shape.operation, error)
             return {}
 
     def add_to_table(
-        self,
-        table: Mapping[ShapeT, Measured],
-        shape: type[ShapeT],
-        kernels: Sequence[str],
-        device: torch.device,
+        self, table: Mapping[ShapeT, Measured], shape: type[ShapeT], device: torch.device
     ) -> None:
         """Adds measurements of an operation to its file; a file that cannot be written is logged."""
-        merged = {**self.read_table(shape, kernels, device), **table}
-        content = {"environment": self.environment, "kernels": [*kernels], "classes": entries_of(merged)}
+        merged = {**self.read_table(shape, device), **table}
+        content = {"environment": self.environment, "classes": entries_of(merged)}
         try:
             self.write(f"{shape.operation}.json", json.dumps(content, indent=1).encode())
         except OSError as error:

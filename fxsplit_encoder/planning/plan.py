@@ -90,11 +90,11 @@ class Loads:
 
     def __init__(self, items: Sequence[Item], paths: Iterable[str]) -> None:
         self.items = items
-        self.specs = list(map(_SPEC, items))
+        specs = list(map(_SPEC, items))
         self.tokens: Mapping[str, list[int]] = {
-            path: [spec.get_path_output_tokens(path) for spec in self.specs] for path in paths
+            path: [spec.get_path_output_tokens(path) for spec in specs] for path in paths
         }
-        self.totals: list[int] = list(map(_OUTPUT_TOKENS, self.specs))
+        self.totals: list[int] = list(map(_OUTPUT_TOKENS, specs))
         """Output tokens of every item over all paths."""
         self.frames: list[int] = list(map(_FRAMES, items))
         self.segments: list[int] = list(map(_SEGMENTS, items))
@@ -268,13 +268,10 @@ class Plan:
             f"{self.num_items} items in {len(self.batches)} batches: {self.hits} hit{missed}; "
             f"{self.padding_fraction:.1%} padding{total}"
         )
-        headers = ["batch", "items", "path", "tokens", "budget", "padding %", "result"]
-        rows = [row for number, batch in enumerate(self.batches) for row in _rows(number, batch)]
-        if timed:
-            headers.append("predicted ms")
-        else:
-            rows = [row[:-1] for row in rows]
-        return f"{summary}\n{tabulate(rows, headers, floatfmt='.1f', missingval='-')}" if rows else summary
+        headers = ["batch", "items", "path", "tokens", "budget", "padding %", "result", "predicted ms"]
+        shown = headers if timed else headers[:-1]
+        rows = [row[: len(shown)] for n, batch in enumerate(self.batches) for row in _rows(n, batch)]
+        return f"{summary}\n{tabulate(rows, shown, floatfmt='.1f', missingval='-')}" if rows else summary
 
 
 def _rows(number: int, batch: PlannedBatch) -> list[list[object]]:
@@ -283,12 +280,9 @@ def _rows(number: int, batch: PlannedBatch) -> list[list[object]]:
     items = f"{shown} and {hidden} more" if hidden > 0 else shown
     return [
         [
-            *(number, items, name, path.tokens, path.budget, _padding_percent(path)),
+            *(number, items, name, path.tokens, path.budget),
+            100 * (path.budget - path.tokens) / path.budget if path.budget else None,
             *(f"{path.result} (eager)" if path.eager else path.result, path.milliseconds),
         ]
         for name, path in batch.paths.items()
     ]
-
-
-def _padding_percent(path: PathPlan) -> float | None:
-    return 100 * (path.budget - path.tokens) / path.budget if path.budget else None

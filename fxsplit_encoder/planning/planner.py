@@ -82,11 +82,6 @@ class _Path:
         captured, not_needed = self.table.holds, self.table.path_costs.not_needed
         return tuple(sorted((*captured, *not_needed))) if not_needed else captured
 
-    @property
-    def greedy_maximum(self) -> int:
-        # A path without captures falls back anyway: there only the configured budgets bound a batch.
-        return self.budgets[-1] if self.budgets else self.table.largest
-
     def plan(
         self, tokens: int, segments: int, frames_fit: bool, items_fit: bool, by_cost: bool, pairs: float
     ) -> PathPlan:
@@ -172,7 +167,8 @@ class _Group:
             return [order[start : start + most] for start in range(0, len(order), most)]
         held = [most for path in self._paths for most in path.table.max_segments if most is not None]
         capacity = Capacity(
-            {path.name: path.greedy_maximum for path in self._paths},
+            # A path without captures falls back anyway: there only the configured budgets bound a batch.
+            {path.name: path.budgets[-1] if path.budgets else path.table.largest for path in self._paths},
             limits.max_items_per_batch,
             limits.max_frames_per_batch,
             max(held, default=None),

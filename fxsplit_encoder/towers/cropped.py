@@ -150,7 +150,6 @@ class Step3p7Tower(TiledTower):
         resize = functools.partial(resized_positions, mode="bilinear", leading=0, antialias=False)
         self.positions = FoldedTable("tower.embeddings.position_embedding.weight", resize, sides)
         self.rotations = FoldedTable("tower.rotary_emb.inv_freq", self._rotation, sides)
-        self.fold_tables()
 
     def encode(self, tiles: Tensor, path: str) -> Tensor:
         """The features of tiles, projected where there is a projector."""

@@ -133,9 +133,8 @@ def merge(hidden: Tensor, permutation: Tensor, rows_per_token: int) -> Tensor:
 
 def concatenate(arrays: list[NDArray[Any]], columns: int, dtype: Any) -> torch.Tensor:
     """(rows, columns) of arrays with this many columns, in memory of its own; no arrays are no rows."""
-    if not arrays:
-        return torch.from_numpy(np.zeros((0, columns), dtype=dtype))
-    return torch.from_numpy(np.concatenate(arrays))  # a copy, also of one array: the caches keep theirs
+    # A copy, also of one array: the caches keep theirs.
+    return torch.from_numpy(np.concatenate([np.zeros((0, columns), dtype), *arrays]))
 
 
 # --- a learned table

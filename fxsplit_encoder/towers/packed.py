@@ -340,12 +340,9 @@ class PackedTower(WrappedTower):
 
     def item_modalities(self, mm_kwargs: dict[str, Any]) -> list[str]:
         """ "image" or "video" for every item."""
-        return [
-            modality
-            for modality, (_, key) in zip(("image", "video"), self.input_keys, strict=False)
-            if mm_kwargs.get(key) is not None
-            for _ in range(len(mm_kwargs[key]))
-        ]
+        described = self.read_request(mm_kwargs, planned=True).described
+        num_videos = len(described.grids) - described.num_images
+        return ["image"] * described.num_images + ["video"] * num_videos
 
     def item_frames(self, mm_kwargs: dict[str, Any]) -> list[int]:
         """The grid frames of every item; an image has one."""

@@ -62,17 +62,15 @@ class Qwen25VLTower(PackedTower):
 
     def metadata(self, grids: Sequence[Grid]) -> dict[str, Tensor]:
         """Rotary positions in the order of windows, the permutation into that order, and its inverse."""
-        # NumPy works in this thread alone, see `_torch.staging`.
-        permutation = grids_of.window_permutation(grids, self.merge_size, self.window).numpy()
-        inverse = np.empty_like(permutation)
-        inverse[permutation] = np.arange(permutation.shape[0])
-        positions = grids_of.positions(grids, self.merge_size).numpy()[permutation]
-        by_name = {
-            "position_ids": positions,
+        permutation = grids_of.window_permutation(grids, self.merge_size, self.window)
+        order = permutation.numpy()  # NumPy works in this thread alone, see `_torch.staging`
+        inverse = np.empty_like(order)
+        inverse[order] = np.arange(order.shape[0])
+        return {
+            "position_ids": torch.from_numpy(grids_of.positions(grids, self.merge_size).numpy()[order]),
             "window_permutation": permutation,
-            "inverse_permutation": inverse,
+            "inverse_permutation": torch.from_numpy(inverse),
         }
-        return {name: torch.from_numpy(array) for name, array in by_name.items()}
 
     def segment_lengths(self, grids: Sequence[Grid]) -> dict[str, list[int]]:
         """The patches of every window and of every frame."""

@@ -83,7 +83,6 @@ class TileTower(WrappedTower):
         self.views = dict(views)
         self.input_names = (self.first_view.input_name,)
         self.out_hidden_size = out_hidden_size
-        self.fold_tables()
 
     def traced_inputs(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -94,17 +93,22 @@ class TileTower(WrappedTower):
         if name in kwargs:
             kwargs = dict(kwargs)
             args = (kwargs.pop(name), *args)
-        if args:
-            _check_tiles(args[0], name, 1 + len(self.first_view.shape))
-        if args and args[0].shape[0] > 0:
+        if not args:
+            return args, kwargs
+        tiles, *others = args
+        check_pixels(tiles, name)
+        if tiles.dim() != 1 + len(self.first_view.shape):
+            is_audio = len(self.first_view.shape) == 2
+            expected = "pieces, mel bins, frames" if is_audio else "tiles, channels, height, width"
+            raise InputError(f"{name}: expected ({expected}); got {tuple(tiles.shape)}")
+        if tiles.shape[0] > 0:
             traced_apart = self.attends_with_mask and not MASKED_ATTENTION_TAKES_UNKNOWN_SIZES
-            marks = _ONE_TILE_APART if traced_apart else _TILES
-            args = (marks.on_alias(args[0]), *args[1:])
-        return args, kwargs
+            tiles = (_ONE_TILE_APART if traced_apart else _TILES).on_alias(tiles)
+        return (tiles, *others), kwargs
 
-    def fold_tables(self) -> None:
-        """Finds the tables to fold; an adapter that adds some calls it again."""
-        self._tables = FoldedTables(self)
+    @functools.cached_property
+    def _tables(self) -> FoldedTables:
+        return FoldedTables(self)
 
     def outdate_tables(self) -> None:
         """Has the next call compute the tables again, see `fxsplit_encoder.refresh`."""
@@ -182,13 +186,6 @@ class TileTower(WrappedTower):
         """The same rows without a capture."""
         self._tables.refresh()
         return self.encode(torch.cat(self.tiles(mm_kwargs, path)).to(self.device, self.dtype), path)
-
-
-def _check_tiles(tiles: Any, name: str, dimensions: int) -> None:
-    check_pixels(tiles, name)
-    if tiles.dim() != dimensions:
-        expected = "tiles, channels, height, width" if dimensions == 4 else "pieces, mel bins, frames"
-        raise InputError(f"{name}: expected ({expected}); got {tuple(tiles.shape)}")
 
 
 # One tile is a number of tiles like any other: a backed size of 1 would be specialized.

@@ -18,7 +18,6 @@ from fxsplit_encoder.kernels.products import measured
 from fxsplit_encoder.kernels.products.measured import (
     ACTIVATIONS,
     KERNELS,
-    ProductExample,
     ProductKernel,
     ProductMeter,
     ProductShape,
@@ -41,16 +40,19 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def example(rows: int, in_features: int, out_features: int, epilogue: tuple[bool, str]) -> ProductExample:
+Arguments = tuple[Tensor, Tensor, Tensor | None, str]
+
+
+def example(rows: int, in_features: int, out_features: int, epilogue: tuple[bool, str]) -> Arguments:
     device = torch.device("cuda", torch.cuda.current_device())
     shape = ProductShape(device, torch.bfloat16, rows, in_features, out_features, *epilogue)
-    return ProductMeter().examples(shape)[0]  # type: ignore[return-value]
+    return ProductMeter().examples(shape)[0].arguments  # type: ignore[return-value]
 
 
-def error(found: Tensor, each: ProductExample) -> float:
-    bias = None if each.bias is None else each.bias.double()
-    expected = F.linear(each.rows.double(), each.weights[0].double(), bias)
-    expected = FUNCTIONS[each.activation](expected)
+def error(found: Tensor, arguments: Arguments) -> float:
+    rows, weight, bias, activation = arguments
+    expected = F.linear(rows.double(), weight.double(), None if bias is None else bias.double())
+    expected = FUNCTIONS[activation](expected)
     return float((found.double() - expected).norm() / expected.norm())
 
 
@@ -63,29 +65,29 @@ def error(found: Tensor, each: ProductExample) -> float:
 def test_no_kernel_errs_more_than_torch_eagerly_and_captured(
     size: tuple[int, int, int], epilogue: tuple[bool, str], kernel: ProductKernel
 ) -> None:
-    each = example(*size, epilogue)
-    arguments = (each.rows, each.weights[0], each.bias, each.activation)
+    arguments = example(*size, epilogue)
+    rows = arguments[0]
     if not works(kernel, shape_of(*arguments)):
-        pytest.skip(f"{kernel.name}: {kernel.unavailable_reason(each.rows.device) or 'another shape'}")
-    limit = 1.1 * error(KERNELS[0](*arguments), each)
+        pytest.skip(f"{kernel.name}: {kernel.unavailable_reason(rows.device) or 'another shape'}")
+    limit = 1.1 * error(KERNELS[0](*arguments), arguments)
     for _ in range(2):
-        assert error(kernel(*arguments), each) <= limit
+        assert error(kernel(*arguments), arguments) <= limit
     graph, out = captured(lambda: kernel(*arguments))
     for factor in (0.5, -1.0):
-        each.rows.mul_(factor)
+        rows.mul_(factor)
         out.fill_(float("nan"))
         graph.replay()
-        assert error(out, each) <= 1.1 * error(KERNELS[0](*arguments), each)
+        assert error(out, arguments) <= 1.1 * error(KERNELS[0](*arguments), arguments)
 
 
 @torch.no_grad()
 def test_torch_is_as_fast_by_the_op_as_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """The op launches what Inductor would for such a layer, no kernel more."""
-    each = example(196, 4352, 1152, (True, "gelu"))
+    rows, weight, bias, _ = example(196, 4352, 1152, (True, "gelu"))
     only = KernelMeasurements(ProductShape, KERNELS[:1], ProductMeter())
     monkeypatch.setattr(measured, "CHOOSER", Chooser(only))
-    assert kernels_of(lambda: linear(each.rows, each.weights[0], each.bias, "gelu")) == kernels_of(
-        lambda: F.gelu(torch.addmm(each.bias, each.rows, each.weights[0].t()))
+    assert kernels_of(lambda: linear(rows, weight, bias, "gelu")) == kernels_of(
+        lambda: F.gelu(torch.addmm(bias, rows, weight.t()))
     )
 
 
@@ -107,11 +109,12 @@ def test_measuring_finds_times_of_all_that_are_there_and_keeps_them(tmp_path: Pa
         return KernelMeasurements(ProductShape, KERNELS, ProductMeter(), partial(kept, directory=tmp_path))
 
     first = measurements()
-    each = example(3136, 4352, 1152, (True, "gelu"))
+    arguments = example(3136, 4352, 1152, (True, "gelu"))
+    device = arguments[0].device
     chooser = Chooser(first)
     with measuring():
-        chosen = chooser.ranking(shape_of(each.rows, each.weights[0], each.bias, each.activation))[0]
-    (found,) = class_rows(each.rows.device, chooser)
+        chosen = chooser.ranking(shape_of(*arguments))[0]
+    (found,) = class_rows(device, chooser)
     assert "cublas" in found["microseconds"], found
     assert found["chosen"] == chosen.name
-    assert measurements().table(each.rows.device) == first.table(each.rows.device)
+    assert measurements().table(device) == first.table(device)

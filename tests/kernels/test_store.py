@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -36,18 +36,17 @@ class Tables:
         self,
         directory: Path,
         environment: Mapping[str, Any] = ENVIRONMENT,
-        kernels: Sequence[str] = "abcdef",
         shape: type[AttentionShape] = AttentionShape,
     ) -> None:
-        self._kernels, self._shape = kernels, shape
+        self._shape = shape
         self.store = KernelStore("measured", environment, directory)
         self.path = self.store.directory / f"{shape.operation}.json"
 
     def load(self) -> Table:
-        return self.store.read_table(self._shape, self._kernels, CUDA)
+        return self.store.read_table(self._shape, CUDA)
 
     def add(self, table: Table) -> None:
-        self.store.add_to_table(table, self._shape, self._kernels, CUDA)
+        self.store.add_to_table(table, self._shape, CUDA)
 
 
 def files(directory: Path) -> list[Path]:
@@ -77,7 +76,6 @@ def test_what_is_stored_is_loaded(
     Tables(directory).add(second)
     assert Tables(directory).load() == {**first, **second}
     assert Tables(directory, {**ENVIRONMENT, "gpu": "B200"}).load() == {}
-    assert Tables(directory, kernels="abc").load() == {}  # there are other candidates
     assert len(files(directory)) == 1  # no temporary file is left
 
 
@@ -114,14 +112,13 @@ class OtherShape(AttentionShape):
 
 
 def test_operations_leave_each_other_alone(tmp_path: Path) -> None:
-    other = Tables(tmp_path, ENVIRONMENT, ["a"], OtherShape)
+    other = Tables(tmp_path, shape=OtherShape)
     its: Table = {OtherShape(CUDA, torch.bfloat16, 1, 2, 3, 4, 5): Measured({"a": 2.0})}
     own = {shape(): Measured({"a": 1.0})}
     other.add(its)
     Tables(tmp_path).add(own)
     assert len(files(tmp_path)) == 2
     assert (Tables(tmp_path).load(), other.load()) == (own, its)
-    assert Tables(tmp_path, ENVIRONMENT, ["b"], OtherShape).load() == {}
     assert Tables(tmp_path).load() == own
 
 
@@ -130,14 +127,14 @@ def test_operations_leave_each_other_alone(tmp_path: Path) -> None:
     [
         "{",
         "[]",
-        '{"kernels": ["a"], "classes": [{}]}',
-        '{"kernels": ["a"], "classes": [{"shape": {"dtype": "none"}}]}',
+        '{"classes": [{}]}',
+        '{"classes": [{"shape": {"dtype": "none"}}]}',
     ],
 )
 def test_a_table_of_other_content_is_a_warning_and_replaced(
     content: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    kept = Tables(tmp_path, kernels="a")
+    kept = Tables(tmp_path)
     kept.store.write("attention.json", content.encode())
     assert kept.load() == {}
     assert "what was measured of attention cannot be read" in caplog.text

@@ -59,10 +59,14 @@ class BatchedDense(AttentionKernel):
         return F.scaled_dot_product_attention(q, k, v, scale=scale).transpose(1, 2).reshape(shape)
 
 
+TILE_M, TILE_N = 64, 64
+"""Queries of a program of `attention.triton_code`, and keys of a step of it."""
+
+
 class TritonVarlen(HalfPrecisionKernel):
     """`attention.triton_code`, by tiles for short segments."""
 
-    name = "triton_64x64"
+    name = f"triton_{TILE_M}x{TILE_N}"
     module: ClassVar[str] = "fxsplit_encoder.kernels.attention.triton_code"
     attribute: ClassVar[str] = "attend"
     max_head_dim: ClassVar[int] = 128

@@ -8,8 +8,8 @@ import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar, Token
-from dataclasses import dataclass, replace
-from typing import ClassVar, NamedTuple
+from dataclasses import replace
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,7 +32,7 @@ from fxsplit_encoder.kernels.attention.flash_attn import (
 )
 from fxsplit_encoder.kernels.choice import Chooser, KernelMeasurements, kept
 from fxsplit_encoder.kernels.kernel import works
-from fxsplit_encoder.kernels.meter import Example, Meter, poison_memory
+from fxsplit_encoder.kernels.meter import Example, Meter
 from fxsplit_encoder.kernels.store import KernelStore
 from fxsplit_encoder.messages import nearest
 
@@ -63,57 +63,39 @@ KERNELS: tuple[AttentionKernel, ...] = (
 
 # --- the calls on which they are compared
 
-_reference = PerSegment()
-
 
 class AttentionMeter(Meter[AttentionShape, AttentionKernel]):
     """Compares attention kernels on the device."""
 
-    def examples(self, shape: AttentionShape) -> Sequence[AttentionExample]:
-        """Random values, as a fused projection lays them out, for every list of `example_lengths`."""
-        made = []
+    def examples(self, shape: AttentionShape) -> Sequence[Example]:
+        """One for every list of `example_lengths`."""
         # Of its own, so that measuring does not change the random numbers of the program.
         generator = torch.Generator(shape.device).manual_seed(0)
-        for lengths in example_lengths(shape):
-            size = (shape.tokens, 3, shape.heads, shape.head_dim)
-            qkv = torch.randn(size, dtype=shape.dtype, device=shape.device, generator=generator)
-            boundaries = [0, *itertools.accumulate(lengths)]
-            cu_seqlens = torch.tensor(boundaries, dtype=torch.int32, device=shape.device)
-            query, key, value = qkv.unbind(1)
-            arguments = (query, key, value, cu_seqlens, shape.longest, shape.head_dim**-0.5)
-            made.append(AttentionExample(arguments, boundaries[-1], shape.is_captured))
-        return made
+        return [_example(shape, lengths, generator) for lengths in example_lengths(shape)]
 
     def calls(self, shape: AttentionShape) -> Sequence[tuple[object, ...]]:
         """By their segments: known equal segments are known segments too."""
         return [(replace(shape, equal=False), *lengths) for lengths in example_lengths(shape)]
 
 
-@dataclass(frozen=True, slots=True)
-class AttentionExample(Example[AttentionKernel]):
-    """The arguments of one call, and how many of its rows lie inside a segment (the first ones)."""
+def _example(shape: AttentionShape, lengths: Sequence[int], generator: torch.Generator) -> Example:
+    """Random values, as a fused projection lays them out; only rows inside segments count."""
+    size = (shape.tokens, 3, shape.heads, shape.head_dim)
+    qkv = torch.randn(size, dtype=shape.dtype, device=shape.device, generator=generator)
+    boundaries = [0, *itertools.accumulate(lengths)]
+    cu_seqlens = torch.tensor(boundaries, dtype=torch.int32, device=shape.device)
+    query, key, value = qkv.unbind(1)
+    arguments = (query, key, value, cu_seqlens, shape.longest, shape.head_dim**-0.5)
 
-    arguments: tuple[Tensor, Tensor, Tensor, Tensor, int, float]
-    """Those of `AttentionKernel.__call__`."""
-    rows: int
-    is_captured: bool
+    def timed() -> list[tuple[Any, ...]]:
+        # Eager calls have a result tensor, as between captured graphs.
+        return [arguments if shape.is_captured else (*arguments, query.new_empty(query.shape))]
 
-    def expected(self) -> Tensor:
-        """Returns the rows inside segments, one segment at a time."""
-        query, key, value, cu_seqlens, longest, scale = self.arguments
-        out = _reference(query.float(), key.float(), value.float(), cu_seqlens, longest, scale)
-        return out[: self.rows]
+    return Example(arguments, query.shape, _in_float32, timed, boundaries[-1])
 
-    def result(self, kernel: AttentionKernel) -> Tensor:
-        """Returns the rows inside segments."""
-        poison_memory(self.arguments[0])
-        return kernel(*self.arguments)[: self.rows]
 
-    def timed(self, kernel: AttentionKernel) -> Callable[[], object]:
-        """Returns the call, with a result tensor if it is eager, as between captured graphs."""
-        query = self.arguments[0]
-        out = None if self.is_captured else query.new_empty(query.shape)
-        return lambda: kernel(*self.arguments, out)
+def _in_float32(query: Tensor, key: Tensor, value: Tensor, *segments: Any) -> Tensor:
+    return PerSegment()(query.float(), key.float(), value.float(), *segments)
 
 
 def example_lengths(shape: AttentionShape) -> list[list[int]]:

@@ -14,9 +14,9 @@ import triton.language as tl
 from torch import Tensor
 
 from fxsplit_encoder._torch.triton import driver
+from fxsplit_encoder.kernels.attention.builtin import TILE_M, TILE_N
 
-# Queries of a program, the keys of a step, and the warps that share them.
-TILE_M, TILE_N = 64, 64
+# Warps that share a tile.
 _WARPS = 4
 
 # Boundaries that a program reads at once. Every number of them is another compilation.

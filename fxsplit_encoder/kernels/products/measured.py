@@ -6,10 +6,9 @@ Shape suffixes: M rows, K features of the input, N features of the output.
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -22,7 +21,7 @@ from fxsplit_encoder._torch.dispatch import addmm_activation, define_op
 from fxsplit_encoder.kernels import compile_jobs
 from fxsplit_encoder.kernels.choice import Chooser, KernelMeasurements, kept
 from fxsplit_encoder.kernels.kernel import CallShape, CudaKernel, Kernel, find
-from fxsplit_encoder.kernels.meter import MOST_CALLS_TIMED, Example, Meter, poison_memory
+from fxsplit_encoder.kernels.meter import MOST_CALLS_TIMED, Example, Meter
 from fxsplit_encoder.kernels.store import package_version
 
 ACTIVATIONS = ("gelu", "gelu_tanh", "swiglu")
@@ -193,40 +192,12 @@ KERNELS: tuple[ProductKernel, ...] = (Cublas(), *map(Quack, _COLUMNS))
 _BEYOND_CACHE = 1.5
 
 
-@dataclass(frozen=True, slots=True)
-class ProductExample(Example[ProductKernel]):
-    """The arguments of one call, with as many copies of its weight as the cache cannot hold."""
-
-    rows: Tensor
-    weights: tuple[Tensor, ...]
-    bias: Tensor | None
-    activation: str
-
-    def expected(self) -> Tensor:
-        """The layer in float32. TF32, where the process allows it, is far finer than 16 bits after a sum."""
-        result = self.rows.float() @ self.weights[0].float().t()
-        if self.bias is not None:
-            result += self.bias.float()
-        return activate(result, self.activation)
-
-    def result(self, kernel: ProductKernel) -> Tensor:
-        """Returns all rows."""
-        features = features_after(self.activation, self.weights[0].shape[0])
-        poison_memory(self.rows.new_empty(self.rows.shape[0], features))
-        return kernel(self.rows, self.weights[0], self.bias, self.activation)
-
-    def timed(self, kernel: ProductKernel) -> Callable[[], object]:
-        """The call as the op makes it, with another copy of the weight each time and the same rows."""
-        weights = itertools.cycle(self.weights)
-        return lambda: kernel(self.rows, next(weights), self.bias, self.activation)
-
-
 class ProductMeter(Meter[ProductShape, ProductKernel]):
     """Compares kernels of linear layers on the device."""
 
     tolerance = 1.05
 
-    def examples(self, shape: ProductShape) -> Sequence[ProductExample]:
+    def examples(self, shape: ProductShape) -> Sequence[Example]:
         """One, on random values of about the size that normalized activations and weights have."""
         # Of its own, so that measuring does not change the random numbers of the program.
         generator = torch.Generator(shape.device).manual_seed(0)
@@ -235,15 +206,20 @@ class ProductMeter(Meter[ProductShape, ProductKernel]):
             return torch.randn(size, dtype=shape.dtype, device=shape.device, generator=generator)
 
         weight = random(shape.out_features, shape.in_features) * shape.in_features**-0.5
-        copies = num_copies(weight)
-        return [
-            ProductExample(
-                random(shape.rows, shape.in_features),
-                (weight, *(weight.clone() for _ in range(copies - 1))),
-                random(shape.out_features) if shape.bias else None,
-                shape.activation,
-            )
-        ]
+        rows = random(shape.rows, shape.in_features)
+        bias = random(shape.out_features) if shape.bias else None
+        weights = (weight, *(weight.clone() for _ in range(num_copies(weight) - 1)))
+        calls = [(rows, each, bias, shape.activation) for each in weights]
+        size = shape.rows, features_after(shape.activation, shape.out_features)
+        return [Example(calls[0], size, _in_float32, lambda: calls)]
+
+
+def _in_float32(rows: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
+    # TF32, where the process allows it, is far finer than 16 bits after a sum.
+    result = rows.float() @ weight.float().t()
+    if bias is not None:
+        result += bias.float()
+    return activate(result, activation)
 
 
 def num_copies(weight: Tensor) -> int:

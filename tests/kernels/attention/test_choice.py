@@ -279,7 +279,7 @@ def test_a_kernel_that_was_missing_is_compared_once_it_is_there(tmp_path: Any) -
     missing = "cannot import its package"
     assert measured(missing) == []  # there is nothing to compare
     other = KernelStore("measured", {"gpu": "H"}, tmp_path)
-    other.add_to_table({shape(2048): Measured({"base": 2.0})}, AttentionShape, ["base", "late"], CUDA)
+    other.add_to_table({shape(2048): Measured({"base": 2.0})}, AttentionShape, CUDA)
     assert measured(missing) == []
     assert measured(None) == [(shape(2048), ("base", "late"))]
     assert measured(None) == []
