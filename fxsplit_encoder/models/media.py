@@ -31,6 +31,7 @@ from fxsplit_encoder.connector.interfaces import (
     Reduction,
 )
 from fxsplit_encoder.connector.keys import HashName, Part, canonical, digest_of, item_digest
+from fxsplit_encoder.connector.pixels import without_pixels
 from fxsplit_encoder.errors import MediaError
 from fxsplit_encoder.media import (
     AudioSamples,
@@ -54,7 +55,9 @@ from fxsplit_encoder.models.checkpoint import Checkpoint
 from fxsplit_encoder.models.family import Family, Settings
 from fxsplit_encoder.models.load import read_family
 from fxsplit_encoder.models.prepare import (
+    ImageSteps,
     Normalization,
+    OnDevice,
     Preparation,
     Prepared,
     ProcessorSettings,
@@ -167,6 +170,7 @@ class TowerProcessor(_Processor):
         hash_name: of the function for digests.
         tables: by modality whose pixels the preparation leaves as they are, 0 to 255: the `PIXEL_TABLE` that
             its items have.
+        on_device: the first step of preparing images that is left to the encoder.
     """
 
     def __init__(
@@ -177,9 +181,11 @@ class TowerProcessor(_Processor):
         limits: MediaSettings | None = None,
         hash_name: HashName = "blake3",
         tables: Mapping[str, torch.Tensor] | None = None,
+        on_device: OnDevice = "normalize",
     ) -> None:
         super().__init__(tower, fingerprint, limits, hash_name)
         self.tables = dict(tables or {})
+        self.steps = ImageSteps(on_device if "image" in self.tables else "normalize")
         self._prepare = prepare
         self._preparations: Recent[bytes, Preparation] = Recent(_MOST_PREPARATIONS)
         self._lock = threading.Lock()
@@ -297,10 +303,14 @@ class TowerProcessor(_Processor):
     def _prepare_image(self, item: MediaItem, preparation: Preparation) -> PreparedItem:
         # Within the limits before it is decoded.
         count = self._count([self._image_sizes(item, preparation)])
-        image = load_image(item.media, self.limits)
-        parts = [item.media] if isinstance(item.media, Encoded) else pixel_bytes(np.asarray(image))
+        loaded: Image.Image | None = None
+        parts: list[Part] = [item.media] if isinstance(item.media, Encoded) else []
+        if not parts or _scale(item) != 1:
+            loaded = load_image(item.media, self.limits)
+            parts = parts or [*pixel_bytes(np.asarray(loaded))]
+            loaded = shrunk(loaded, _scale(item))
         with attempt("image", "what the model takes"):
-            inputs = [preparation.image(shrunk(image, _scale(item)))]
+            inputs = [self.steps.image(preparation, self.limits, item.media, loaded)]
         return self._item(item, self._digest(item, parts), count, inputs, {})
 
     def _prepare_video(self, item: MediaItem, preparation: Preparation) -> PreparedItem:
@@ -360,7 +370,7 @@ class TowerProcessor(_Processor):
         return found
 
     def _count(self, inputs: Sequence[Prepared]) -> int:
-        return self._count_of(*(part.tensors for part in inputs))
+        return self._count_of(*(without_pixels(part.tensors) for part in inputs))
 
 
 def _integers(most: Mapping[str, int]) -> Allowed:
@@ -476,6 +486,7 @@ def media_processor(
     hash_name: HashName = "blake3",
     *,
     normalize_later: bool = False,
+    on_device: OnDevice = "normalize",
 ) -> TowerProcessor | AudioProcessor:
     """Prepares media as the processors of a checkpoint say.
 
@@ -484,7 +495,7 @@ def media_processor(
         model: a directory or a hub name.
         limits: for every item.
         hash_name: of the function for digests.
-        normalize_later: see `family_processor`; audio stays as it is.
+        normalize_later, on_device: see `family_processor`; audio stays as it is.
 
     Raises:
         InputError: a file is missing or malformed, or names no family that is known.
@@ -496,9 +507,8 @@ def media_processor(
         found = own.get("feature_extractor", own)
         return audio_processor(tower, family.extractor(found), limits, hash_name)
     given = checkpoint.processors()
-    return family_processor(
-        tower, family, settings, given, limits, hash_name, normalize_later=normalize_later
-    )
+    later: dict[str, Any] = {"normalize_later": normalize_later, "on_device": on_device}
+    return family_processor(tower, family, settings, given, limits, hash_name, **later)
 
 
 def family_processor(
@@ -510,6 +520,7 @@ def family_processor(
     hash_name: HashName = "blake3",
     *,
     normalize_later: bool = False,
+    on_device: OnDevice = "normalize",
 ) -> TowerProcessor:
     """Prepares media as a family does.
 
@@ -522,8 +533,12 @@ def family_processor(
         hash_name: of the function for digests.
         normalize_later: whether pixels are left as they are, uint8, for a `ManagerEncoder` to normalize on
             its device (`PIXEL_TABLE`), of each modality for which that gives the processor's very values.
+        on_device: "resize": images are left as they were decoded, for a `ManagerEncoder` to resize and cut,
+            by Pillow's arithmetic; "decode": JPEG files are left too. The host does what the device cannot.
     """
     given = processors or ProcessorSettings()
+    if on_device != "normalize":
+        given, normalize_later = replace(given, own=None), True
     later = given.normalizing_later()
     whole = family.prepare(settings, given)
     tables = _tables(whole, family.prepare(settings, later)) if normalize_later else {}
@@ -535,8 +550,10 @@ def family_processor(
             return family.prepare(settings, replace(used, image={**used.image, **options}, own=own))
         return family.prepare(settings, replace(used, video=with_sampling(used.video, options)))
 
-    described = canonical([type(whole).__qualname__, settings, given.image, given.video], "settings")
-    return TowerProcessor(tower, prepare, _fingerprint(described, hash_name), limits, hash_name, tables)
+    parts = [type(whole).__qualname__, settings, given.image, given.video]
+    described = canonical(parts if on_device == "normalize" else [*parts, on_device], "settings")
+    fingerprint = _fingerprint(described, hash_name)
+    return TowerProcessor(tower, prepare, fingerprint, limits, hash_name, tables, on_device)
 
 
 def _tables(whole: Preparation, later: Preparation) -> dict[str, torch.Tensor]:

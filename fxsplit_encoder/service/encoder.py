@@ -10,7 +10,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Any
 
@@ -22,12 +22,15 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 import fxsplit_encoder as fx
+from fxsplit_encoder.connector.pixels import check_decoder, prepared_pixels, without_pixels
 from fxsplit_encoder.encode_queue.queue import EncodeQueue
 from fxsplit_encoder.errors import EncoderLostError, InputError, MediaError
-from fxsplit_encoder.media import MediaSettings, load_image
+from fxsplit_encoder.media import MediaSettings
+from fxsplit_encoder.media.images import PIXEL_PLAN
 from fxsplit_encoder.models.checkpoint import Checkpoint
 from fxsplit_encoder.models.load import device_of, dtype_of, load_tower, read_family
 from fxsplit_encoder.models.media import pixel_table
+from fxsplit_encoder.models.prepare import ImageSteps
 from fxsplit_encoder.models.text import TextEncoder, Tokenizer, Tokens
 from fxsplit_encoder.service.settings import ImageEncoderSettings, Pooling
 from fxsplit_encoder.towers.inputs import PixelValues
@@ -80,12 +83,15 @@ class Preparer:
         """Whether embeddings have length 1."""
 
         processors = self.checkpoint.processors()
+        if settings.on_device != "normalize":
+            processors = replace(processors, own=None)
         whole = self.family.prepare(config, processors)
         later = self.family.prepare(config, processors.normalizing_later())
         self.values = pixel_table(whole, later, "image")
         """(channels, 256): what the encoder makes of each value of each channel of uint8; None: that is not
         what the model's processor does, whose floats are prepared."""
         self._preparation = whole if self.values is None else later
+        self.steps = ImageSteps("normalize" if self.values is None else settings.on_device)
 
     @cached_property
     def tokenizer(self) -> Tokenizer | None:
@@ -98,12 +104,19 @@ class Preparer:
         """Prepare the first image of a file, or pixels of uint8, (height, width) or with 1, 3 or 4 channels;
         MediaError: it cannot be decoded or prepared, or is beyond a limit.
         """
-        return self.prepare(load_image(media, self.limits))
+        return self._prepared(self.steps, media)
 
     def prepare(self, image: Image.Image) -> PreparedImage:
-        """An upright RGB image; MediaError: it cannot be prepared, such as one that is too elongated."""
+        """An upright RGB image, cut by the host; MediaError: it cannot be prepared, such as one that is too
+        elongated.
+        """
+        return self._prepared(ImageSteps("normalize"), None, image)
+
+    def _prepared(self, steps: ImageSteps, media: object, loaded: Image.Image | None = None) -> PreparedImage:
         try:
-            made = self._preparation.image(image)
+            made = steps.image(self._preparation, self.limits, media, loaded)
+        except MediaError:
+            raise
         except (InputError, ValueError) as error:  # transformers' processors raise the latter
             raise MediaError(str(error)) from None
         inputs = {name: tensor.numpy() for name, tensor in made.tensors.items()}
@@ -134,7 +147,13 @@ def upload(
     """The tower's `mm_kwargs` of some images: pixels on the device, grids and counts on the host."""
     made = {}
     for name, first in images[0].inputs.items():
+        if name == PIXEL_PLAN:
+            continue
         arrays = [image.inputs[name] for image in images]
+        if values is not None and PIXEL_PLAN in images[0].inputs and first.dtype == np.uint8:
+            plans = [torch.from_numpy(image.inputs[PIXEL_PLAN]) for image in images]
+            made[name] = prepared_pixels([*map(torch.from_numpy, arrays)], plans, values, device)
+            continue
         if first.dtype.kind == "i":
             made[name] = torch.from_numpy(np.concatenate(arrays))
             continue
@@ -174,6 +193,8 @@ class ImageEncoder:
     def __init__(self, settings: ImageEncoderSettings, preparer: Preparer, observe: Observe) -> None:
         self.settings, self.preparer, self._observe = settings, preparer, observe
         self.device = device_of(settings.device)
+        if settings.on_device == "decode":
+            check_decoder(self.device)
         self.dtype = dtype_of(settings.dtype, self.device)
         own = preparer.family.pooled if preparer.pooling == "model" else preparer.family
         assert own is not None
@@ -251,7 +272,7 @@ def _host_inputs(image: PreparedImage) -> dict[str, Any]:
         name: torch.from_numpy(array.copy())
         if array.dtype.kind == "i"
         else torch.zeros(1, dtype=torch.float32, device="cpu").expand(array.shape)
-        for name, array in image.inputs.items()
+        for name, array in without_pixels(image.inputs).items()
     }
 
 

@@ -58,7 +58,7 @@ def eager_rows(item: PreparedItem) -> Tensor:
     return torch.cat([output.pooler_output, *output.deepstack_features], dim=1)
 
 
-def processor(*, normalize_later: bool = False) -> TowerProcessor:
+def processor(*, normalize_later: bool = False, **settings: Any) -> TowerProcessor:
     """Images of 1 to 16 tokens, clips of a few more."""
     small = {"min_pixels": 32 * 32, "max_pixels": 128 * 128}
     return family_processor(
@@ -68,6 +68,7 @@ def processor(*, normalize_later: bool = False) -> TowerProcessor:
         ProcessorSettings(image=small, video=small),
         hash_name="sha256",
         normalize_later=normalize_later,
+        **settings,
     )
 
 
