@@ -15,7 +15,7 @@ from torch import Tensor
 from fxsplit_encoder._torch.staging import copy_on_host, to_device
 from fxsplit_encoder.caching import Recent
 from fxsplit_encoder.connector.interfaces import PIXEL_TABLE, FeatureEncoder, Modality, PreparedItem
-from fxsplit_encoder.connector.pixels import prepared_pixels, without_pixels
+from fxsplit_encoder.connector.pixels import prepared_pixels
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.manager import EncoderCudaGraphManager
 from fxsplit_encoder.media.images import PIXEL_PLAN
@@ -58,7 +58,9 @@ class ManagerEncoder(FeatureEncoder):
 
     def predict_cost(self, item: PreparedItem) -> float:
         """Milliseconds, as the manager's plan predicts; a guess by tokens where it predicts none."""
-        inputs = without_pixels(item.inputs)
+        inputs = {n: t for n, t in item.inputs.items() if n not in _ADDED}
+        if PIXEL_PLAN in item.inputs:  # its pixels are not yet what the tower takes
+            inputs = {name: tensor for name, tensor in inputs.items() if tensor.dtype != torch.uint8}
         is_timed = self.manager.pool.is_cuda and self.manager.is_captured()
         predicted = self.manager.plan(inputs).milliseconds if is_timed else None
         return item.num_tokens * _MILLISECONDS_PER_TOKEN if predicted is None else predicted

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,10 +19,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fxsplit_encoder._torch.staging import to_device
-from fxsplit_encoder.connector.interfaces import PIXEL_TABLE
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.media import MediaSettings, pixels_of
-from fxsplit_encoder.media.images import BICUBIC, PIXEL_PLAN, ResizePlan
+from fxsplit_encoder.media.images import BICUBIC, ResizePlan
 from fxsplit_encoder.towers.inputs import PixelValues
 
 logger = logging.getLogger(__name__)
@@ -33,15 +32,8 @@ _MOST_AXES = 256
 _ANY_SIZE = MediaSettings(max_bytes=1 << 40, max_pixels=1 << 40)
 
 
-def without_pixels(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """An item's inputs that its tower knows; of one that the device prepares, those of its sizes."""
-    raw = (torch.uint8, np.uint8) if PIXEL_PLAN in inputs else ()
-    added = (PIXEL_TABLE, PIXEL_PLAN)
-    return {name: value for name, value in inputs.items() if name not in added and value.dtype not in raw}
-
-
 def prepared_pixels(
-    sources: Sequence[Tensor], plans: Sequence[Tensor], values: PixelValues, device: torch.device
+    sources: Sequence[Tensor], plans: Sequence[Any], values: PixelValues, device: torch.device
 ) -> Tensor:
     """Prepare images on a device, without waiting for it unless files are decoded.
 
@@ -66,22 +58,22 @@ def prepared_pixels(
 # --- files
 
 _FLIPS = {2: [1], 3: [0, 1], 4: [0], 6: [1], 7: [0, 1], 8: [0]}
-_devices: dict[str, torch.device] = {}
 
 
 def _turned(pixels: Tensor, orientation: int) -> Tensor:
-    """Pixels (height, width, 3) upright, from 5 on with their sides swapped."""
+    """Pixels (height, width, 3) upright."""
     upright = pixels.transpose(0, 1) if orientation >= 5 else pixels
     return upright.flip(_FLIPS[orientation]) if orientation in _FLIPS else upright
 
 
-def check_decoder(device: torch.device) -> None:
-    """Raises InputError unless this process can decode JPEG files on a device, and does on no other."""
-    if device.type != "cuda" or importlib.util.find_spec("torchvision") is None:
-        raise InputError(f"on_device: decode takes torchvision and a CUDA device; got {device}; use resize")
-    # torchvision has one decoder a process, and loses its memory when it makes one for another device.
-    if (first := _devices.setdefault("decoder", device)) != device:
-        raise InputError(f"on_device: decode takes one GPU a process, here {first}; got {device}")
+def check_decoder(devices: Collection[torch.device]) -> None:
+    """Raises InputError unless this process can decode JPEG files on these devices, of which there is one:
+    torchvision's decoder loses its memory whenever the device is another one.
+    """
+    is_there = importlib.util.find_spec("torchvision") is not None
+    if not is_there or len({*devices}) != 1 or any(device.type != "cuda" for device in devices):
+        got = ", ".join(map(str, devices))
+        raise InputError(f"on_device: decode takes torchvision and one GPU a process; got {got}; use resize")
 
 
 def decode_jpegs(files: Sequence[Tensor], device: torch.device) -> list[Tensor]:
@@ -90,11 +82,10 @@ def decode_jpegs(files: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     """
     if not files:
         return []
-    check_decoder(device)
-    io = importlib.import_module("torchvision.io")
-    stream = torch.cuda.current_stream(device)
+    check_decoder([device])
+    io, stream = importlib.import_module("torchvision.io"), torch.cuda.current_stream(device)
     try:
-        # The decoder writes at once, also where work that waits on this stream has still to read.
+        # The decoder writes at once, into memory that work which waits on this stream may have still to read.
         with torch.cuda.stream(_decoder_stream(device)):
             made = io.decode_jpeg(list(files), mode=io.ImageReadMode.RGB, device=device)
     except RuntimeError as error:

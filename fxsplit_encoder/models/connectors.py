@@ -142,8 +142,8 @@ def checkpoint_connector(
     tower = weightless_tower(checkpoint)
     later: dict[str, Any] = {"normalize_later": True, "on_device": on_device}
     processor = media_processor(tower, checkpoint, hash_name=hash_name, **later)
-    for device in devices if on_device == "decode" else ():
-        check_decoder(torch.device(device))
+    if on_device == "decode":
+        check_decoder([*map(torch.device, devices)])
     if not devices:
         raise InputError("devices: expected at least one; got none")
     made = {index: checkpoint_encoder(model, config, device, dtype) for index, device in enumerate(devices)}

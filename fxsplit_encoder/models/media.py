@@ -31,7 +31,6 @@ from fxsplit_encoder.connector.interfaces import (
     Reduction,
 )
 from fxsplit_encoder.connector.keys import HashName, Part, canonical, digest_of, item_digest
-from fxsplit_encoder.connector.pixels import without_pixels
 from fxsplit_encoder.errors import MediaError
 from fxsplit_encoder.media import (
     AudioSamples,
@@ -370,7 +369,7 @@ class TowerProcessor(_Processor):
         return found
 
     def _count(self, inputs: Sequence[Prepared]) -> int:
-        return self._count_of(*(without_pixels(part.tensors) for part in inputs))
+        return self._count_of(*(part.sizes for part in inputs))
 
 
 def _integers(most: Mapping[str, int]) -> Allowed:

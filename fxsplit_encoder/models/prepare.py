@@ -70,6 +70,11 @@ class Prepared:
     frames: int = 0
     """Frames of a clip; 0: an image."""
 
+    @property
+    def sizes(self) -> dict[str, Tensor]:
+        """The tensors that hold no pixels."""
+        return {n: t for n, t in self.tensors.items() if t.dtype == torch.int64 and n != PIXEL_PLAN}
+
     def with_pixels(self, **pixels: Tensor) -> Prepared:
         """The same with the tensors that hold its pixels."""
         return replace(self, tensors={**pixels, **self.tensors})

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 import fxsplit_encoder as fx
-from fxsplit_encoder.connector.pixels import check_decoder, prepared_pixels, without_pixels
+from fxsplit_encoder.connector.pixels import check_decoder, prepared_pixels
 from fxsplit_encoder.encode_queue.queue import EncodeQueue
 from fxsplit_encoder.errors import EncoderLostError, InputError, MediaError
 from fxsplit_encoder.media import MediaSettings
@@ -146,13 +146,14 @@ def upload(
 ) -> dict[str, Tensor]:
     """The tower's `mm_kwargs` of some images: pixels on the device, grids and counts on the host."""
     made = {}
+    plans = [image.inputs[PIXEL_PLAN] for image in images if PIXEL_PLAN in image.inputs]
     for name, first in images[0].inputs.items():
+        arrays = [image.inputs[name] for image in images]
         if name == PIXEL_PLAN:
             continue
-        arrays = [image.inputs[name] for image in images]
-        if values is not None and PIXEL_PLAN in images[0].inputs and first.dtype == np.uint8:
-            plans = [torch.from_numpy(image.inputs[PIXEL_PLAN]) for image in images]
-            made[name] = prepared_pixels([*map(torch.from_numpy, arrays)], plans, values, device)
+        if values is not None and plans and first.dtype == np.uint8:
+            sources = [torch.from_numpy(np.require(array, requirements="W")) for array in arrays]
+            made[name] = prepared_pixels(sources, plans, values, device)
             continue
         if first.dtype.kind == "i":
             made[name] = torch.from_numpy(np.concatenate(arrays))
@@ -193,8 +194,6 @@ class ImageEncoder:
     def __init__(self, settings: ImageEncoderSettings, preparer: Preparer, observe: Observe) -> None:
         self.settings, self.preparer, self._observe = settings, preparer, observe
         self.device = device_of(settings.device)
-        if settings.on_device == "decode":
-            check_decoder(self.device)
         self.dtype = dtype_of(settings.dtype, self.device)
         own = preparer.family.pooled if preparer.pooling == "model" else preparer.family
         assert own is not None
@@ -226,7 +225,8 @@ class ImageEncoder:
         """
         if not isinstance(item, PreparedImage):
             return max(1, self.max_batch_tokens // _MOST_TEXTS)
-        specs = self.manager.tower.get_encoder_cudagraph_item_specs(_host_inputs(item))
+        inputs = {n: a for n, a in item.inputs.items() if a.dtype.kind == "i" and n != PIXEL_PLAN}
+        specs = self.manager.tower.get_encoder_cudagraph_item_specs(inputs)
         return sum(spec.output_tokens for spec in specs)
 
     def launch(self, items: Sequence[Item]) -> Launched:
@@ -266,16 +266,6 @@ class ImageEncoder:
         return rows
 
 
-def _host_inputs(image: PreparedImage) -> dict[str, Any]:
-    # Of pixels, which are refused as uint8, nothing is read but their shape.
-    return {
-        name: torch.from_numpy(array.copy())
-        if array.dtype.kind == "i"
-        else torch.zeros(1, dtype=torch.float32, device="cpu").expand(array.shape)
-        for name, array in without_pixels(image.inputs).items()
-    }
-
-
 class QueuedEncoder:
     """Encoders, one a device (None: that of the settings), behind an `EncodeQueue`; raises as `ImageEncoder`.
     A batch has the output tokens of `budgets_per_batch` largest captures, at most.
@@ -289,10 +279,13 @@ class QueuedEncoder:
         budgets_per_batch: int = 1,
         observe: Observe = lambda embeddings, seconds: None,
     ) -> None:
+        devices = devices or [settings.device]
+        if settings.on_device == "decode":
+            check_decoder([*map(device_of, devices)])
         self.preparer = Preparer(settings)
         self.encoders = [
             ImageEncoder(settings.model_copy(update={"device": device}), self.preparer, observe)
-            for device in devices or [settings.device]
+            for device in devices
         ]
         self.first = self.encoders[0]
         self.max_batch_tokens = budgets_per_batch * self.first.max_batch_tokens

@@ -114,8 +114,10 @@ def test_images_of_other_models_stay_with_the_host() -> None:
 
 
 def test_a_decoder_needs_a_gpu() -> None:
-    with pytest.raises(InputError, match="decode takes torchvision and a CUDA device; got cpu; use resize"):
-        check_decoder(CPU)
+    message = "decode takes torchvision and one GPU a process; got"
+    for names in (["cpu"], ["cuda:0", "cuda:1"]):
+        with pytest.raises(InputError, match=message):
+            check_decoder([*map(torch.device, names)])
 
 
 CHECK = """
