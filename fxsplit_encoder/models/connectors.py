@@ -133,7 +133,7 @@ def checkpoint_connector(
         settings: of the connector.
         dtype: of the towers; auto: bfloat16 on CUDA, float32 on a CPU.
         hash_name: of the function for digests.
-        on_device: the first step of preparing images that a device does, see `media.family_processor`.
+        on_device: the first step of preparing images that a device does, see `media.media_processor`.
 
     Raises:
         InputError: a file is missing or malformed, holds no tower that is known, or a device cannot decode.

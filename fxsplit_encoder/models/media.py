@@ -169,7 +169,6 @@ class TowerProcessor(_Processor):
         hash_name: of the function for digests.
         tables: by modality whose pixels the preparation leaves as they are, 0 to 255: the `PIXEL_TABLE` that
             its items have.
-        on_device: the first step of preparing images that is left to the encoder.
     """
 
     def __init__(
@@ -180,11 +179,10 @@ class TowerProcessor(_Processor):
         limits: MediaSettings | None = None,
         hash_name: HashName = "blake3",
         tables: Mapping[str, torch.Tensor] | None = None,
-        on_device: OnDevice = "normalize",
     ) -> None:
         super().__init__(tower, fingerprint, limits, hash_name)
         self.tables = dict(tables or {})
-        self.steps = ImageSteps(on_device if "image" in self.tables else "normalize")
+        self.steps = ImageSteps("normalize")
         self._prepare = prepare
         self._preparations: Recent[bytes, Preparation] = Recent(_MOST_PREPARATIONS)
         self._lock = threading.Lock()
@@ -494,7 +492,9 @@ def media_processor(
         model: a directory or a hub name.
         limits: for every item.
         hash_name: of the function for digests.
-        normalize_later, on_device: see `family_processor`; audio stays as it is.
+        normalize_later: see `family_processor`; audio stays as it is.
+        on_device: "resize": images are left as they were decoded, for a `ManagerEncoder` to resize and cut
+            as Pillow does; "decode": JPEG files are left. The host does what the device cannot.
 
     Raises:
         InputError: a file is missing or malformed, or names no family that is known.
@@ -505,9 +505,10 @@ def media_processor(
         own = checkpoint.read_json(_PREPROCESSOR) or checkpoint.read_json(_PROCESSOR) or {}
         found = own.get("feature_extractor", own)
         return audio_processor(tower, family.extractor(found), limits, hash_name)
-    given = checkpoint.processors()
-    later: dict[str, Any] = {"normalize_later": normalize_later, "on_device": on_device}
-    return family_processor(tower, family, settings, given, limits, hash_name, **later)
+    given = checkpoint.processors().on(on_device)
+    return family_processor(
+        tower, family, settings, given, limits, hash_name, normalize_later=normalize_later
+    )
 
 
 def family_processor(
@@ -519,7 +520,6 @@ def family_processor(
     hash_name: HashName = "blake3",
     *,
     normalize_later: bool = False,
-    on_device: OnDevice = "normalize",
 ) -> TowerProcessor:
     """Prepares media as a family does.
 
@@ -532,15 +532,12 @@ def family_processor(
         hash_name: of the function for digests.
         normalize_later: whether pixels are left as they are, uint8, for a `ManagerEncoder` to normalize on
             its device (`PIXEL_TABLE`), of each modality for which that gives the processor's very values.
-        on_device: "resize": images are left as they were decoded, for a `ManagerEncoder` to resize and cut,
-            by Pillow's arithmetic; "decode": JPEG files are left too. The host does what the device cannot.
     """
     given = processors or ProcessorSettings()
-    if on_device != "normalize":
-        given, normalize_later = replace(given, own=None), True
     later = given.normalizing_later()
     whole = family.prepare(settings, given)
-    tables = _tables(whole, family.prepare(settings, later)) if normalize_later else {}
+    is_later = normalize_later or given.on_device != "normalize"
+    tables = _tables(whole, family.prepare(settings, later)) if is_later else {}
 
     def prepare(modality: str, options: Mapping[str, object]) -> Preparation:
         used = later if modality in tables else given
@@ -550,9 +547,11 @@ def family_processor(
         return family.prepare(settings, replace(used, video=with_sampling(used.video, options)))
 
     parts = [type(whole).__qualname__, settings, given.image, given.video]
-    described = canonical(parts if on_device == "normalize" else [*parts, on_device], "settings")
-    fingerprint = _fingerprint(described, hash_name)
-    return TowerProcessor(tower, prepare, fingerprint, limits, hash_name, tables, on_device)
+    parts += [] if given.on_device == "normalize" else [given.on_device]
+    described = canonical(parts, "settings")
+    processor = TowerProcessor(tower, prepare, _fingerprint(described, hash_name), limits, hash_name, tables)
+    processor.steps = ImageSteps(given.on_device if "image" in tables else "normalize")
+    return processor
 
 
 def _tables(whole: Preparation, later: Preparation) -> dict[str, torch.Tensor]:

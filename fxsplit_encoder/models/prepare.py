@@ -35,6 +35,10 @@ _LATER = {"do_rescale": False, "do_normalize": False}
 _EXTENSIONS = (".apng", ".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
 
 
+OnDevice = Literal["normalize", "resize", "decode"]
+"""The first step of preparing an image that its encoder's device does, which does those after it too."""
+
+
 @dataclass(frozen=True)
 class ProcessorSettings:
     """Settings of a checkpoint's image and video processors, from their JSON files."""
@@ -43,6 +47,12 @@ class ProcessorSettings:
     video: Mapping[str, Any] = field(default_factory=dict)
     own: Any = None
     """The checkpoint's own image processor, as `AutoImageProcessor` makes it; None: it cannot."""
+    on_device: OnDevice = "normalize"
+    """Where pixels are normalized later: the first step of preparing images that is left."""
+
+    def on(self, first: OnDevice) -> ProcessorSettings:
+        """The same for a device that does the steps from `first` on, as Pillow does them."""
+        return self if first == "normalize" else replace(self, own=None, on_device=first)
 
     def image_processor(self, model: str, name: str, **settings: Any) -> Any:
         """This one, or else transformers' of a model, without torchvision."""
@@ -158,10 +168,6 @@ class Normalization:
         for channel, values in enumerate(self.values()):
             made[:, channel] = np.take(values, pixels[:, channel])
         return torch.from_numpy(made)
-
-
-OnDevice = Literal["normalize", "resize", "decode"]
-"""The first step of preparing an image that its encoder's device does, which does those after it too."""
 
 
 class ImageSteps:

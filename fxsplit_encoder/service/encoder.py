@@ -10,7 +10,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any
 
@@ -82,9 +82,7 @@ class Preparer:
         self.normalizes = unit if settings.normalize is None else settings.normalize
         """Whether embeddings have length 1."""
 
-        processors = self.checkpoint.processors()
-        if settings.on_device != "normalize":
-            processors = replace(processors, own=None)
+        processors = self.checkpoint.processors().on(settings.on_device)
         whole = self.family.prepare(config, processors)
         later = self.family.prepare(config, processors.normalizing_later())
         self.values = pixel_table(whole, later, "image")
