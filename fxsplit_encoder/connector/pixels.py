@@ -114,7 +114,8 @@ def _resized(pixels: Tensor, plan: ResizePlan, values: PixelValues) -> Tensor:
     turned = pixels.transpose(0, 1) if is_turned else pixels
     kernel = _kernel() if pixels.is_cuda else None
     if kernel is not None:
-        kernel.resize(turned, second, first, values.table, made)
+        with torch.cuda.device(pixels.device):
+            kernel.resize(turned, second, first, values.table, made)
     else:
         resize(turned, second, first, values.table, made)
     return made.flatten(1) if plan.frames else made[:, :, 0]

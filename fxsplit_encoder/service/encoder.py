@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import io
 import logging
 import os
 import time
@@ -102,15 +103,18 @@ class Preparer:
         """Prepare the first image of a file, or pixels of uint8, (height, width) or with 1, 3 or 4 channels;
         MediaError: it cannot be decoded or prepared, or is beyond a limit.
         """
-        return self._prepared(self.steps, media)
+        return self.prepared_by(self.steps, media)
 
     def prepare(self, image: Image.Image) -> PreparedImage:
         """An upright RGB image, cut by the host; MediaError: it cannot be prepared, such as one that is too
         elongated.
         """
-        return self._prepared(ImageSteps("normalize"), None, image)
+        return self.prepared_by(ImageSteps("normalize"), None, image)
 
-    def _prepared(self, steps: ImageSteps, media: object, loaded: Image.Image | None = None) -> PreparedImage:
+    def prepared_by(
+        self, steps: ImageSteps, media: object, loaded: Image.Image | None = None
+    ) -> PreparedImage:
+        """See `load` and `prepare`; by `steps` that are counted elsewhere."""
         try:
             made = steps.image(self._preparation, self.limits, media, loaded)
         except MediaError:
@@ -214,6 +218,11 @@ class ImageEncoder:
         """Capture, on the thread that will encode."""
         if not self.manager.is_captured():
             self.manager.capture()
+        if self.values is not None and self.settings.on_device != "normalize":
+            file = io.BytesIO()  # so that no request waits for a decoder, or for a kernel that is compiled
+            Image.new("RGB", (8, 8)).save(file, "JPEG")
+            probe = self.preparer.prepared_by(ImageSteps(self.settings.on_device), file.getvalue())
+            upload([probe], self.values, self.device)
         for report in self.manager.reports:
             logger.warning("%s: %s", self.settings.model, report)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from fxsplit_encoder.service.settings import ImageEncoderSettings
 from fxsplit_encoder.towers.inputs import PixelValues
 
 from ..models.checkpoints import save
+from .support import no_synchronization
 
 pytestmark = pytest.mark.gpu
 
@@ -55,7 +57,11 @@ def prepared(name: str, step: Any, media: list[Any], dtype: torch.dtype) -> tupl
     normalization = getattr(getattr(whole, "image_format", None), "normalization", HALF)
     values = PixelValues(normalization.values(), dtype, CUDA)
     sources, plans = ([each[key] for each in raw] for key in ("pixel_values", PIXEL_PLAN))
-    return torch.cat(expected).to(CUDA, dtype), prepared_pixels(sources, plans, values, CUDA)
+    made = prepared_pixels(sources, plans, values, CUDA)
+    with no_synchronization() if step == "resize" else contextlib.nullcontext():
+        again = prepared_pixels(sources, plans, values, CUDA)
+    assert torch.equal(made, again)
+    return torch.cat(expected).to(CUDA, dtype), made
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
