@@ -7,6 +7,7 @@ The plain server is what one writes first: uvicorn, threads that decode, and a l
 time through transformers' tower after `torch.compile`. vLLM's pooling runner, caches off, takes SigLIP whole.
 Capacity is that of many connections; then requests come at random times, at 10 to 90 % of the capacity of
 `encoder-cg serve`: milliseconds from the arrival to the answer, none where that is more than a server's own.
+With `--on-device` its GPU prepares images from that step on; what one core and the GPU prepare is timed too.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from storage import ROOT, Record, Row, environment
@@ -35,6 +37,7 @@ from timing import percentile
 SERVERS = OURS, PLAIN, VLLM = ("encoder-cg serve", "Starlette, torch.compile", "vLLM, pooling runner")
 MODELS = {"siglip-so400m-384": 384, "qwen3-vl-8b": 448}
 """A published model's tower, and the side of the pictures."""
+STEPS = ("normalize", "resize", "decode")
 SHARES = tuple(share / 10 for share in range(1, 10))
 CLIENTS, HOST = 64, "127.0.0.1"
 _START_S = 600.0
@@ -44,6 +47,7 @@ _TINY_BLOCKS = 1
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--servers", nargs="+", choices=SERVERS, default=list(SERVERS))
+    parser.add_argument("--on-device", nargs="+", choices=STEPS, default=[], help="first steps of the GPU")
     parser.add_argument("--seconds", type=float, default=3.0, help="to warm up, and as long for the capacity")
     parser.add_argument("--requests", type=int, default=200, help="at each rate")
 
@@ -64,6 +68,11 @@ def run(arguments: argparse.Namespace, record: Record) -> None:
                 capacity = capacity or rows[0].get("images/s")
                 for row in rows:
                     record({"model": model, "server": server, **row})
+            for step in arguments.on_device:
+                rates = measure_preparation(directory, step, images, seconds)
+                server = Server(OURS, model, directory, tiny, step)
+                for row in measure(server, images, None, seconds, requests):
+                    record({"model": model, "server": f"{OURS}, {step}", **rates, **row})
 
 
 def measure(
@@ -86,6 +95,40 @@ def measure(
             return rows
     except Unavailable as error:
         return [{"share": 1.0, "reason": str(error)}]
+
+
+def measure_preparation(directory: Path, step: Any, images: Sequence[bytes], seconds: float) -> Row:
+    """Images a second of which one core does the host's part, and of which the device does the rest."""
+    from fxsplit_encoder.models.load import device_of, dtype_of
+    from fxsplit_encoder.service.encoder import Preparer, upload
+    from fxsplit_encoder.service.settings import ImageEncoderSettings
+    from fxsplit_encoder.towers.inputs import PixelValues
+
+    preparer, device = Preparer(ImageEncoderSettings(model=str(directory), on_device=step)), device_of("auto")
+    table = preparer.values
+    values = None if table is None else PixelValues(table, dtype_of("auto", device), device)
+    batch = [preparer.load(image) for image in images]
+
+    def upload_all() -> None:
+        upload(batch, values, device)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+
+    rates = {}
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    for name, work in {
+        "one core/s": lambda: [preparer.load(image) for image in images],
+        "device/s": upload_all,
+    }.items():
+        work()
+        rounds, begin = 0, time.perf_counter()
+        while time.perf_counter() - begin < seconds:
+            work()
+            rounds += 1
+        rates[name] = rounds * len(images) / (time.perf_counter() - begin)
+    torch.set_num_threads(threads)
+    return rates
 
 
 class Unavailable(Exception):
@@ -131,13 +174,14 @@ class Server:
         model: of `MODELS`.
         directory: its checkpoint.
         tiny: nothing is compiled.
+        step: of `STEPS`, the first that the GPU does.
 
     Raises:
         Unavailable: when it is entered, it cannot be started, or ends before it is ready.
     """
 
-    def __init__(self, name: str, model: str, directory: Path, tiny: bool) -> None:
-        self.name, self.model, self.tiny = name, model, tiny
+    def __init__(self, name: str, model: str, directory: Path, tiny: bool, step: str = "normalize") -> None:
+        self.name, self.model, self.tiny, self._step = name, model, tiny, step
         self._directory = directory
         self._path = "/v1/embeddings" + ("" if name == VLLM else "?encoding_format=base64")
         self.port = 0
@@ -176,12 +220,11 @@ class Server:
         if self.name == PLAIN:
             return ["-c", f"from cases.serve import plain; plain({directory!r}, {port})"]
         if self.name == OURS:
+            settings = self._directory / "settings.yaml"
+            tiny = "config:\n  enabled: false\n" if self.tiny else ""
+            settings.write_text(f"on_device: {self._step}\n{tiny}", encoding="utf-8")
             command = ["-m", "fxsplit_encoder.cli.main", "serve", directory, "--port", port]
-            if self.tiny:
-                settings = self._directory / "settings.yaml"
-                settings.write_text("config:\n  enabled: false\n", encoding="utf-8")
-                command += ["--settings", str(settings)]
-            return command
+            return [*command, "--settings", str(settings)]
         if not self.model.startswith("siglip"):
             raise Unavailable("it pools what the language model makes of an image, not what its tower does")
         try:

@@ -15,8 +15,10 @@ from torch import Tensor
 from fxsplit_encoder._torch.staging import copy_on_host, to_device
 from fxsplit_encoder.caching import Recent
 from fxsplit_encoder.connector.interfaces import PIXEL_TABLE, FeatureEncoder, Modality, PreparedItem
+from fxsplit_encoder.connector.pixels import prepared_pixels
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.manager import EncoderCudaGraphManager
+from fxsplit_encoder.media.images import PIXEL_PLAN
 from fxsplit_encoder.messages import names_of
 from fxsplit_encoder.towers.base import WrappedTower
 from fxsplit_encoder.towers.inputs import PixelValues
@@ -26,6 +28,9 @@ from fxsplit_encoder.towers.packed import PackedTower
 _MILLISECONDS_PER_TOKEN = 0.01
 
 _KEPT_TABLES = 8
+
+# What an item's inputs have besides the tower's.
+_ADDED = (PIXEL_TABLE, PIXEL_PLAN)
 
 # torch copies no more than that many elements without asking for OpenMP's threads.
 _ONE_THREAD_ELEMENTS = 32_768
@@ -53,7 +58,9 @@ class ManagerEncoder(FeatureEncoder):
 
     def predict_cost(self, item: PreparedItem) -> float:
         """Milliseconds, as the manager's plan predicts; a guess by tokens where it predicts none."""
-        inputs = {name: tensor for name, tensor in item.inputs.items() if name != PIXEL_TABLE}
+        inputs = {n: t for n, t in item.inputs.items() if n not in _ADDED}
+        if PIXEL_PLAN in item.inputs:  # its pixels are not yet what the tower takes
+            inputs = {name: tensor for name, tensor in inputs.items() if tensor.dtype != torch.uint8}
         is_timed = self.manager.pool.is_cuda and self.manager.is_captured()
         predicted = self.manager.plan(inputs).milliseconds if is_timed else None
         return item.num_tokens * _MILLISECONDS_PER_TOKEN if predicted is None else predicted
@@ -118,7 +125,7 @@ class ManagerEncoder(FeatureEncoder):
                 raise InputError(
                     f"{modality}: expected items of the same inputs; got {' and '.join(map(names_of, names))}"
                 )
-        keys = dict.fromkeys(name for item in items for name in item.inputs if name != PIXEL_TABLE)
+        keys = dict.fromkeys(name for item in items for name in item.inputs if name not in _ADDED)
         return {name: self._join(name, [item for item in items if name in item.inputs]) for name in keys}
 
     def _join(self, name: str, items: Sequence[PreparedItem]) -> Tensor | list[Tensor]:
@@ -135,6 +142,10 @@ class ManagerEncoder(FeatureEncoder):
         """Pixels on the device, neighbors with the same table in one piece."""
         pieces = []
         for table, group in groupby(items, key=_table_of):
+            if PIXEL_PLAN in items[0].inputs:
+                sources, plans = zip(*((i.inputs[name], i.inputs[PIXEL_PLAN]) for i in group), strict=True)
+                pieces.append(prepared_pixels(sources, plans, self._values(table), self.manager.pool.device))
+                continue
             sent = [to_device(item.inputs[name], self.manager.pool.device) for item in group]
             piece = torch.cat(sent) if len(sent) > 1 else sent[0]
             pieces.append(self._values(table)(piece) if table else piece)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -13,7 +13,15 @@ from numpy.typing import NDArray
 from PIL import ExifTags, Image, UnidentifiedImageError
 
 from fxsplit_encoder.errors import MediaError
-from fxsplit_encoder.media.sources import ARRAYS, HeaderReader, MediaSettings, attempt, is_encoded, name_of
+from fxsplit_encoder.media.sources import (
+    ARRAYS,
+    Encoded,
+    HeaderReader,
+    MediaSettings,
+    attempt,
+    is_encoded,
+    name_of,
+)
 from fxsplit_encoder.messages import shown
 
 # Pillow knows more; among them are some that start other programs.
@@ -37,6 +45,9 @@ Pixels = NDArray[np.uint8]
 """(height, width, 3)."""
 
 _CHANNELS = (1, 3, 4)
+
+# Some cameras write more after the end of an image.
+_TRAILER_BYTES = 256
 
 # An image that was opened and not decoded shares its file between all who hold it.
 _LOCKS = tuple(threading.Lock() for _ in range(64))
@@ -131,6 +142,52 @@ def pixel_bytes(pixels: Pixels) -> list[bytes | memoryview]:
     """Returns the bytes that the digest of an image's pixels covers."""
     height, width, _ = pixels.shape
     return [f"pixels {width}x{height}".encode(), pixels.data.cast("B")]
+
+
+# --- what a device does
+
+BICUBIC, BILINEAR = int(Image.Resampling.BICUBIC), int(Image.Resampling.BILINEAR)
+
+
+PIXEL_PLAN = "pixel_plan"
+"""Among an image's inputs, the integers of a `ResizePlan`, then an orientation: its encoder prepares its
+uint8 input, which was decoded, (height, width, 3), or is a JPEG file, (bytes,), to be turned upright."""
+
+
+class ResizePlan(NamedTuple):
+    """How an image becomes patches; it travels with the item as integers."""
+
+    height: int
+    """To which the image is resized."""
+    width: int
+    rows: int
+    """Of patches, which are cut from the middle of what was resized."""
+    columns: int
+    side: int
+    """Of a patch, in pixels."""
+    merge: int = 1
+    """Side in patches of the blocks by which they go."""
+    frames: int = 0
+    """Equal frames of a patch, which is then one row of numbers; 0: it is a tile, (3, side, side)."""
+    filter: int = BICUBIC
+
+
+def jpeg_orientation(media: object, limits: MediaSettings) -> int | str:
+    """By which a JPEG file is to be turned that a GPU decodes, from its header; or what it is that the GPU
+    does not decode. MediaError: it is no image, or is beyond a limit.
+    """
+    if not isinstance(media, Encoded):
+        return "no encoded bytes"
+    with opened_image(media, limits) as image:
+        if image.format != "JPEG":
+            return f"{image.format}"
+        if image.mode != "RGB" or image.info.get("adobe_transform") == 0:
+            return f"JPEG of other colors than YCbCr, mode {image.mode}"
+        if "progressive" in image.info:
+            return "progressive JPEG"
+        if b"\xff\xd9" not in bytes(memoryview(media)[-_TRAILER_BYTES:]):
+            return "JPEG without an end"
+        return _orientation(image)
 
 
 # --- arrays and modes

@@ -15,6 +15,7 @@ from fxsplit_encoder.connector.connector import Connector
 from fxsplit_encoder.connector.interfaces import Modality
 from fxsplit_encoder.connector.keys import HashName, TowerIdentity, precision_of
 from fxsplit_encoder.connector.manager_encoder import ManagerEncoder
+from fxsplit_encoder.connector.pixels import check_decoder
 from fxsplit_encoder.connector.processes import EncoderProgram, ProcessEncoder, ProcessOptions
 from fxsplit_encoder.connector.request import ConnectorConfig
 from fxsplit_encoder.errors import InputError
@@ -22,6 +23,7 @@ from fxsplit_encoder.manager import EncoderCudaGraphManager
 from fxsplit_encoder.models.checkpoint import Checkpoint
 from fxsplit_encoder.models.load import dtype_of, load_tower, read_family
 from fxsplit_encoder.models.media import media_processor
+from fxsplit_encoder.models.prepare import OnDevice
 
 
 def checkpoint_encoder(
@@ -119,6 +121,7 @@ def checkpoint_connector(
     *,
     dtype: str = "auto",
     hash_name: HashName = "blake3",
+    on_device: OnDevice = "normalize",
 ) -> Connector:
     """A connector with a worker on each device, for the media that a checkpoint takes.
 
@@ -130,13 +133,17 @@ def checkpoint_connector(
         settings: of the connector.
         dtype: of the towers; auto: bfloat16 on CUDA, float32 on a CPU.
         hash_name: of the function for digests.
+        on_device: the first step of preparing images that a device does, see `media.media_processor`.
 
     Raises:
-        InputError: a file is missing or malformed, or it holds no tower that is known.
+        InputError: a file is missing or malformed, holds no tower that is known, or a device cannot decode.
     """
     checkpoint = Checkpoint.locate(model)
     tower = weightless_tower(checkpoint)
-    processor = media_processor(tower, checkpoint, hash_name=hash_name, normalize_later=True)
+    later: dict[str, Any] = {"normalize_later": True, "on_device": on_device}
+    processor = media_processor(tower, checkpoint, hash_name=hash_name, **later)
+    if on_device == "decode":
+        check_decoder([*map(torch.device, devices)])
     if not devices:
         raise InputError("devices: expected at least one; got none")
     made = {index: checkpoint_encoder(model, config, device, dtype) for index, device in enumerate(devices)}

@@ -13,6 +13,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from fxsplit_encoder.errors import InputError
+from fxsplit_encoder.media.images import BICUBIC, BILINEAR, ResizePlan
 from fxsplit_encoder.models.checkpoint import Renames
 from fxsplit_encoder.models.family import (
     WHOLE_MODEL,
@@ -41,6 +42,24 @@ from fxsplit_encoder.towers import DenseTowerSpec
 from fxsplit_encoder.towers.dense import Siglip2Tower, siglip2_tiles
 
 
+@dataclass(frozen=True)
+class SquareTile(ProcessedTiles):
+    """An image stretched to a square, or the square in its middle."""
+
+    side: int
+    shortest: int = 0
+    """To which the image's shorter side is resized, before it is cut; 0: it is stretched."""
+
+    def plan(self, width: int, height: int) -> ResizePlan | None:
+        """One tile."""
+        if self.processor.resample not in (BICUBIC, BILINEAR):
+            return None
+        rows, columns = self.side, self.side
+        if self.shortest:
+            rows, columns = (self.shortest * each // min(width, height) for each in (height, width))
+        return ResizePlan(rows, columns, 1, 1, self.side, filter=int(self.processor.resample))
+
+
 def _tiles(normalization: Normalization, *, crops: bool) -> Prepare:
     """Images stretched to squares, or the square in their middle."""
 
@@ -51,10 +70,10 @@ def _tiles(normalization: Normalization, *, crops: bool) -> Prepare:
         square = {"height": side, "width": side}
         if not crops:
             own = {"size": square, **given(processor.image, "resample"), **statistics}
-            return ProcessedTiles(processor.image_processor("siglip", "Siglip", **own))
-        resized = {"shortest_edge": max(size.get("shortest_edge", side), side)}
-        own = {"size": resized, "crop_size": square, **statistics}
-        return ProcessedTiles(processor.image_processor("clip", "CLIP", **own))
+            return SquareTile(processor.image_processor("siglip", "Siglip", **own), side)
+        shortest = max(size.get("shortest_edge", side), side)
+        own = {"size": {"shortest_edge": shortest}, "crop_size": square, **statistics}
+        return SquareTile(processor.image_processor("clip", "CLIP", **own), side, shortest)
 
     return read
 

@@ -54,7 +54,9 @@ from fxsplit_encoder.models.checkpoint import Checkpoint
 from fxsplit_encoder.models.family import Family, Settings
 from fxsplit_encoder.models.load import read_family
 from fxsplit_encoder.models.prepare import (
+    ImageSteps,
     Normalization,
+    OnDevice,
     Preparation,
     Prepared,
     ProcessorSettings,
@@ -180,6 +182,7 @@ class TowerProcessor(_Processor):
     ) -> None:
         super().__init__(tower, fingerprint, limits, hash_name)
         self.tables = dict(tables or {})
+        self.steps = ImageSteps("normalize")
         self._prepare = prepare
         self._preparations: Recent[bytes, Preparation] = Recent(_MOST_PREPARATIONS)
         self._lock = threading.Lock()
@@ -297,10 +300,14 @@ class TowerProcessor(_Processor):
     def _prepare_image(self, item: MediaItem, preparation: Preparation) -> PreparedItem:
         # Within the limits before it is decoded.
         count = self._count([self._image_sizes(item, preparation)])
-        image = load_image(item.media, self.limits)
-        parts = [item.media] if isinstance(item.media, Encoded) else pixel_bytes(np.asarray(image))
+        loaded: Image.Image | None = None
+        parts: list[Part] = [item.media] if isinstance(item.media, Encoded) else []
+        if not parts or _scale(item) != 1:
+            loaded = load_image(item.media, self.limits)
+            parts = parts or [*pixel_bytes(np.asarray(loaded))]
+            loaded = shrunk(loaded, _scale(item))
         with attempt("image", "what the model takes"):
-            inputs = [preparation.image(shrunk(image, _scale(item)))]
+            inputs = [self.steps.image(preparation, self.limits, item.media, loaded)]
         return self._item(item, self._digest(item, parts), count, inputs, {})
 
     def _prepare_video(self, item: MediaItem, preparation: Preparation) -> PreparedItem:
@@ -360,7 +367,7 @@ class TowerProcessor(_Processor):
         return found
 
     def _count(self, inputs: Sequence[Prepared]) -> int:
-        return self._count_of(*(part.tensors for part in inputs))
+        return self._count_of(*(part.sizes for part in inputs))
 
 
 def _integers(most: Mapping[str, int]) -> Allowed:
@@ -476,6 +483,7 @@ def media_processor(
     hash_name: HashName = "blake3",
     *,
     normalize_later: bool = False,
+    on_device: OnDevice = "normalize",
 ) -> TowerProcessor | AudioProcessor:
     """Prepares media as the processors of a checkpoint say.
 
@@ -485,6 +493,8 @@ def media_processor(
         limits: for every item.
         hash_name: of the function for digests.
         normalize_later: see `family_processor`; audio stays as it is.
+        on_device: "resize": images are left as they were decoded, for a `ManagerEncoder` to resize and cut
+            as Pillow does; "decode": JPEG files are left. The host does what the device cannot.
 
     Raises:
         InputError: a file is missing or malformed, or names no family that is known.
@@ -495,7 +505,7 @@ def media_processor(
         own = checkpoint.read_json(_PREPROCESSOR) or checkpoint.read_json(_PROCESSOR) or {}
         found = own.get("feature_extractor", own)
         return audio_processor(tower, family.extractor(found), limits, hash_name)
-    given = checkpoint.processors()
+    given = checkpoint.processors().on(on_device)
     return family_processor(
         tower, family, settings, given, limits, hash_name, normalize_later=normalize_later
     )
@@ -526,7 +536,8 @@ def family_processor(
     given = processors or ProcessorSettings()
     later = given.normalizing_later()
     whole = family.prepare(settings, given)
-    tables = _tables(whole, family.prepare(settings, later)) if normalize_later else {}
+    is_later = normalize_later or given.on_device != "normalize"
+    tables = _tables(whole, family.prepare(settings, later)) if is_later else {}
 
     def prepare(modality: str, options: Mapping[str, object]) -> Preparation:
         used = later if modality in tables else given
@@ -535,8 +546,12 @@ def family_processor(
             return family.prepare(settings, replace(used, image={**used.image, **options}, own=own))
         return family.prepare(settings, replace(used, video=with_sampling(used.video, options)))
 
-    described = canonical([type(whole).__qualname__, settings, given.image, given.video], "settings")
-    return TowerProcessor(tower, prepare, _fingerprint(described, hash_name), limits, hash_name, tables)
+    parts = [type(whole).__qualname__, settings, given.image, given.video]
+    parts += [] if given.on_device == "normalize" else [given.on_device]
+    described = canonical(parts, "settings")
+    processor = TowerProcessor(tower, prepare, _fingerprint(described, hash_name), limits, hash_name, tables)
+    processor.steps = ImageSteps(given.on_device if "image" in tables else "normalize")
+    return processor
 
 
 def _tables(whole: Preparation, later: Preparation) -> dict[str, torch.Tensor]:

@@ -16,7 +16,7 @@ from PIL import Image
 from torch import Tensor
 
 from fxsplit_encoder.media import Frames
-from fxsplit_encoder.media.images import bicubic
+from fxsplit_encoder.media.images import ResizePlan, bicubic
 from fxsplit_encoder.media.sources import attempt
 from fxsplit_encoder.models.eager import GRIDS, PIXELS, Inputs, joined
 from fxsplit_encoder.models.family import VISUAL, Family, Prepare, Settings, hugging_face, vision_settings
@@ -167,6 +167,15 @@ class BlockPatches(Preparation):
         else:
             rows, columns = image_size(height, width, form)
         return of_grid("image_grid_thw", (1, rows // form.patch_size, columns // form.patch_size))
+
+    def plan(self, width: int, height: int) -> ResizePlan | None:
+        """Patches of as many equal frames as a step has."""
+        form = self.image_format
+        _, rows, columns = self.image_sizes(width, height).layout["grid"]
+        sides = rows * form.patch_size, columns * form.patch_size
+        return ResizePlan(
+            *sides, rows, columns, form.patch_size, form.merge_size, frames=form.temporal_patch_size
+        )
 
     def clip(self, frames: Frames) -> list[Prepared]:
         """One item of all frames."""

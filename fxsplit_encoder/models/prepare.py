@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import math
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -17,10 +19,12 @@ from PIL import Image
 from torch import Tensor
 
 from fxsplit_encoder.errors import InputError, MediaError
-from fxsplit_encoder.media import AnimatedImage, Frames, MediaSettings, load_image
-from fxsplit_encoder.media.images import opened_image
+from fxsplit_encoder.media import AnimatedImage, Frames, MediaSettings, load_image, measure_image, pixels_of
+from fxsplit_encoder.media.images import PIXEL_PLAN, ResizePlan, jpeg_orientation, opened_image
 from fxsplit_encoder.media.sources import attempt
 from fxsplit_encoder.models.sampling import Sampling
+
+logger = logging.getLogger(__name__)
 
 # Of one's own files: Pillow's limit of pixels holds before this one.
 _LIMITS = MediaSettings(max_bytes=1 << 32, max_pixels=1 << 30)
@@ -31,6 +35,10 @@ _LATER = {"do_rescale": False, "do_normalize": False}
 _EXTENSIONS = (".apng", ".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
 
 
+OnDevice = Literal["normalize", "resize", "decode"]
+"""The first step of preparing an image that its encoder's device does, which does those after it too."""
+
+
 @dataclass(frozen=True)
 class ProcessorSettings:
     """Settings of a checkpoint's image and video processors, from their JSON files."""
@@ -39,6 +47,12 @@ class ProcessorSettings:
     video: Mapping[str, Any] = field(default_factory=dict)
     own: Any = None
     """The checkpoint's own image processor, as `AutoImageProcessor` makes it; None: it cannot."""
+    on_device: OnDevice = "normalize"
+    """Where pixels are normalized later: the first step of preparing images that is left."""
+
+    def on(self, first: OnDevice) -> ProcessorSettings:
+        """The same for a device that does the steps from `first` on, as Pillow does them."""
+        return self if first == "normalize" else replace(self, own=None, on_device=first)
 
     def image_processor(self, model: str, name: str, **settings: Any) -> Any:
         """This one, or else transformers' of a model, without torchvision."""
@@ -66,6 +80,11 @@ class Prepared:
     frames: int = 0
     """Frames of a clip; 0: an image."""
 
+    @property
+    def sizes(self) -> dict[str, Tensor]:
+        """The tensors that hold no pixels."""
+        return {n: t for n, t in self.tensors.items() if t.dtype == torch.int64 and n != PIXEL_PLAN}
+
     def with_pixels(self, **pixels: Tensor) -> Prepared:
         """The same with the tensors that hold its pixels."""
         return replace(self, tensors={**pixels, **self.tensors})
@@ -92,6 +111,10 @@ class Preparation(ABC):
     @abstractmethod
     def image_sizes(self, width: int, height: int) -> Prepared:
         """Returns the sizes of `image`'s result for an image of this size."""
+
+    def plan(self, width: int, height: int) -> ResizePlan | None:
+        """How a device makes `image`'s pixels of an image of this size; None: it is cut in another way."""
+        return None
 
     def sample(self, num_frames: int, fps: float | None) -> Sequence[int]:
         """Which frames of a video the model sees, rising."""
@@ -145,6 +168,44 @@ class Normalization:
         for channel, values in enumerate(self.values()):
             made[:, channel] = np.take(values, pixels[:, channel])
         return torch.from_numpy(made)
+
+
+class ImageSteps:
+    """Does for images what comes before the `first` step of a device, and what the device cannot do."""
+
+    def __init__(self, first: OnDevice) -> None:
+        self._first = first
+        self.on_host: Counter[str] = Counter()
+        """Images of which the host did more, by the reason."""
+
+    def image(
+        self, preparation: Preparation, limits: MediaSettings, media: Any, loaded: Image.Image | None = None
+    ) -> Prepared:
+        """The inputs of an image as `load_image` takes it, or of `loaded`, what was made of it. `preparation`
+        leaves pixels as they are where the device does a step.
+        """
+        if self._first == "normalize":
+            return preparation.image(load_image(media, limits) if loaded is None else loaded)
+        size = measure_image(media, limits) if loaded is None else loaded.size
+        if (plan := preparation.plan(*size)) is None:
+            self._count("the device cannot cut images as this model wants them")
+            return preparation.image(load_image(media, limits) if loaded is None else loaded)
+        orientation: int | str = "resize" if self._first == "resize" else jpeg_orientation(media, limits)
+        if isinstance(orientation, int) and loaded is None:
+            source = np.frombuffer(media, np.uint8)
+        else:
+            source = pixels_of(media, limits) if loaded is None else np.asarray(loaded)
+            if self._first == "decode":
+                self._count(f"the device does not decode {'what was scaled' if loaded else orientation}")
+            orientation = 1
+        numbers = torch.tensor([*plan, orientation], device="cpu")
+        raw = {"pixel_values": torch.from_numpy(source.copy()), PIXEL_PLAN: numbers}
+        return preparation.image_sizes(*size).with_pixels(**raw)
+
+    def _count(self, reason: str) -> None:
+        self.on_host[reason] += 1
+        if self.on_host[reason] == 1:
+            logger.warning("on_device: %s: the host does more: %s", self._first, reason)
 
 
 HALF = Normalization((0.5,) * 3, (0.5,) * 3)

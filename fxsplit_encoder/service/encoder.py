@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import io
 import logging
 import os
 import time
@@ -22,12 +23,15 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 import fxsplit_encoder as fx
+from fxsplit_encoder.connector.pixels import check_decoder, prepared_pixels
 from fxsplit_encoder.encode_queue.queue import EncodeQueue
 from fxsplit_encoder.errors import EncoderLostError, InputError, MediaError
-from fxsplit_encoder.media import MediaSettings, load_image
+from fxsplit_encoder.media import MediaSettings
+from fxsplit_encoder.media.images import PIXEL_PLAN
 from fxsplit_encoder.models.checkpoint import Checkpoint
 from fxsplit_encoder.models.load import device_of, dtype_of, load_tower, read_family
 from fxsplit_encoder.models.media import pixel_table
+from fxsplit_encoder.models.prepare import ImageSteps
 from fxsplit_encoder.models.text import TextEncoder, Tokenizer, Tokens
 from fxsplit_encoder.service.settings import ImageEncoderSettings, Pooling
 from fxsplit_encoder.towers.inputs import PixelValues
@@ -79,13 +83,14 @@ class Preparer:
         self.normalizes = unit if settings.normalize is None else settings.normalize
         """Whether embeddings have length 1."""
 
-        processors = self.checkpoint.processors()
+        processors = self.checkpoint.processors().on(settings.on_device)
         whole = self.family.prepare(config, processors)
         later = self.family.prepare(config, processors.normalizing_later())
         self.values = pixel_table(whole, later, "image")
         """(channels, 256): what the encoder makes of each value of each channel of uint8; None: that is not
         what the model's processor does, whose floats are prepared."""
         self._preparation = whole if self.values is None else later
+        self.steps = ImageSteps("normalize" if self.values is None else settings.on_device)
 
     @cached_property
     def tokenizer(self) -> Tokenizer | None:
@@ -98,12 +103,22 @@ class Preparer:
         """Prepare the first image of a file, or pixels of uint8, (height, width) or with 1, 3 or 4 channels;
         MediaError: it cannot be decoded or prepared, or is beyond a limit.
         """
-        return self.prepare(load_image(media, self.limits))
+        return self.prepared_by(self.steps, media)
 
     def prepare(self, image: Image.Image) -> PreparedImage:
-        """An upright RGB image; MediaError: it cannot be prepared, such as one that is too elongated."""
+        """An upright RGB image, cut by the host; MediaError: it cannot be prepared, such as one that is too
+        elongated.
+        """
+        return self.prepared_by(ImageSteps("normalize"), None, image)
+
+    def prepared_by(
+        self, steps: ImageSteps, media: object, loaded: Image.Image | None = None
+    ) -> PreparedImage:
+        """See `load` and `prepare`; by `steps` that are counted elsewhere."""
         try:
-            made = self._preparation.image(image)
+            made = steps.image(self._preparation, self.limits, media, loaded)
+        except MediaError:
+            raise
         except (InputError, ValueError) as error:  # transformers' processors raise the latter
             raise MediaError(str(error)) from None
         inputs = {name: tensor.numpy() for name, tensor in made.tensors.items()}
@@ -133,8 +148,15 @@ def upload(
 ) -> dict[str, Tensor]:
     """The tower's `mm_kwargs` of some images: pixels on the device, grids and counts on the host."""
     made = {}
+    plans = [image.inputs[PIXEL_PLAN] for image in images if PIXEL_PLAN in image.inputs]
     for name, first in images[0].inputs.items():
         arrays = [image.inputs[name] for image in images]
+        if name == PIXEL_PLAN:
+            continue
+        if values is not None and plans and first.dtype == np.uint8:
+            sources = [torch.from_numpy(np.require(array, requirements="W")) for array in arrays]
+            made[name] = prepared_pixels(sources, plans, values, device)
+            continue
         if first.dtype.kind == "i":
             made[name] = torch.from_numpy(np.concatenate(arrays))
             continue
@@ -196,6 +218,11 @@ class ImageEncoder:
         """Capture, on the thread that will encode."""
         if not self.manager.is_captured():
             self.manager.capture()
+        if self.values is not None and self.settings.on_device != "normalize":
+            file = io.BytesIO()  # so that no request waits for a decoder, or for a kernel that is compiled
+            Image.new("RGB", (8, 8)).save(file, "JPEG")
+            probe = self.preparer.prepared_by(ImageSteps(self.settings.on_device), file.getvalue())
+            upload([probe], self.values, self.device)
         for report in self.manager.reports:
             logger.warning("%s: %s", self.settings.model, report)
 
@@ -205,7 +232,8 @@ class ImageEncoder:
         """
         if not isinstance(item, PreparedImage):
             return max(1, self.max_batch_tokens // _MOST_TEXTS)
-        specs = self.manager.tower.get_encoder_cudagraph_item_specs(_host_inputs(item))
+        inputs = {n: a for n, a in item.inputs.items() if a.dtype.kind == "i" and n != PIXEL_PLAN}
+        specs = self.manager.tower.get_encoder_cudagraph_item_specs(inputs)
         return sum(spec.output_tokens for spec in specs)
 
     def launch(self, items: Sequence[Item]) -> Launched:
@@ -245,16 +273,6 @@ class ImageEncoder:
         return rows
 
 
-def _host_inputs(image: PreparedImage) -> dict[str, Any]:
-    # Of pixels, which are refused as uint8, nothing is read but their shape.
-    return {
-        name: torch.from_numpy(array.copy())
-        if array.dtype.kind == "i"
-        else torch.zeros(1, dtype=torch.float32, device="cpu").expand(array.shape)
-        for name, array in image.inputs.items()
-    }
-
-
 class QueuedEncoder:
     """Encoders, one a device (None: that of the settings), behind an `EncodeQueue`; raises as `ImageEncoder`.
     A batch has the output tokens of `budgets_per_batch` largest captures, at most.
@@ -268,10 +286,13 @@ class QueuedEncoder:
         budgets_per_batch: int = 1,
         observe: Observe = lambda embeddings, seconds: None,
     ) -> None:
+        devices = devices or [settings.device]
+        if settings.on_device == "decode":
+            check_decoder([*map(device_of, devices)])
         self.preparer = Preparer(settings)
         self.encoders = [
             ImageEncoder(settings.model_copy(update={"device": device}), self.preparer, observe)
-            for device in devices or [settings.device]
+            for device in devices
         ]
         self.first = self.encoders[0]
         self.max_batch_tokens = budgets_per_batch * self.first.max_batch_tokens

@@ -8,6 +8,7 @@ import torch
 from pydantic import BeforeValidator, Field
 
 from fxsplit_encoder.config import EncoderConfig
+from fxsplit_encoder.models.prepare import OnDevice
 from fxsplit_encoder.settings_model import Bytes, Settings, parse_bytes
 
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
@@ -45,6 +46,10 @@ class ImageEncoderSettings(Settings):
 
     output_dtype: Literal["float32", "float16"] = "float32"
     """Of embeddings as they are handed out. float16 rounds."""
+
+    on_device: OnDevice = "normalize"
+    """The first step of preparing an image that the encoder's device does: normalize; resize, to the same
+    values; or decode, of JPEG files, whose colors then differ a little. What it cannot do the host does."""
 
     max_pixels: Annotated[int, Field(strict=True, ge=1)] = 1 << 26
     """Of an image, and of all images of a service's request together; more are refused by their headers,

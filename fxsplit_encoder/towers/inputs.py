@@ -201,12 +201,13 @@ class PixelValues:
 
     def __init__(self, values: NDArray[np.float32], dtype: torch.dtype, device: torch.device) -> None:
         self._channels = len(values)
-        self._values = torch.from_numpy(values).flatten().to(device=device, dtype=dtype)
+        self.table = torch.from_numpy(values).flatten().to(device=device, dtype=dtype)
+        """(channels * 256,)."""
         self._starts = torch.arange(self._channels, dtype=torch.int32, device=device)[:, None] * 256
 
     def __call__(self, pixels: Tensor) -> Tensor:
         """Pixels of any layout in which the channels come first in each row."""
         if not pixels.shape[0]:
-            return self._values.new_empty(pixels.shape)
+            return self.table.new_empty(pixels.shape)
         entries = pixels.reshape(pixels.shape[0], self._channels, -1).int() + self._starts
-        return self._values.index_select(0, entries.flatten()).view(pixels.shape)
+        return self.table.index_select(0, entries.flatten()).view(pixels.shape)

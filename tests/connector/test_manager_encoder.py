@@ -77,6 +77,20 @@ def test_pixels_that_are_normalized_by_the_encoder_give_the_same_rows(encoder: M
         assert torch.equal(before, after)
 
 
+def test_images_that_the_encoder_resizes_give_the_same_rows(encoder: ManagerEncoder) -> None:
+    images = [tiny_vision.crop(number) for number in range(3)]
+    items = [MediaItem("image", image, {"scale": 0.7}) for image in images]
+    items += [MediaItem("video", [images[0].resize((64, 32))] * 5), *(MediaItem("image", i) for i in images)]
+    plain, raw = tiny_vision.processor(), tiny_vision.processor(on_device="resize")
+    now, then = ([each.prepare(item) for item in items] for each in (plain, raw))
+    assert not {item.digest for item in now} & {item.digest for item in then}
+    for before, after in zip(now, then, strict=True):
+        assert (before.num_tokens, before.metadata) == (after.num_tokens, after.metadata)
+        assert encoder.predict_cost(before) == encoder.predict_cost(after)
+    for before, after in zip(encoder.encode(now), encoder.encode([*map(encoder.stage, then)]), strict=True):
+        assert torch.equal(before, after)
+
+
 def test_items_with_tables_of_their_own_are_normalized_by_those(encoder: ManagerEncoder) -> None:
     item = tiny_vision.processor(normalize_later=True).prepare(MediaItem("image", tiny_vision.crop(0)))
     inverted = replace(

@@ -16,7 +16,7 @@ import fxsplit_encoder as fx
 from fxsplit_encoder.connector.interfaces import PreparedItem
 from fxsplit_encoder.connector.manager_encoder import ManagerEncoder
 from fxsplit_encoder.models.media import TowerProcessor, family_processor
-from fxsplit_encoder.models.prepare import ProcessorSettings
+from fxsplit_encoder.models.prepare import OnDevice, ProcessorSettings
 from fxsplit_encoder.models.random import draw_weights
 from fxsplit_encoder.models.registry import FAMILIES
 
@@ -58,14 +58,14 @@ def eager_rows(item: PreparedItem) -> Tensor:
     return torch.cat([output.pooler_output, *output.deepstack_features], dim=1)
 
 
-def processor(*, normalize_later: bool = False) -> TowerProcessor:
+def processor(*, normalize_later: bool = False, on_device: OnDevice = "normalize") -> TowerProcessor:
     """Images of 1 to 16 tokens, clips of a few more."""
     small = {"min_pixels": 32 * 32, "max_pixels": 128 * 128}
     return family_processor(
         tower(),
         FAMILIES["qwen3_vl"],
         SETTINGS,
-        ProcessorSettings(image=small, video=small),
+        ProcessorSettings(image=small, video=small).on(on_device),
         hash_name="sha256",
         normalize_later=normalize_later,
     )

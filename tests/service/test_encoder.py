@@ -46,6 +46,19 @@ def test_embeddings_are_those_of_the_manager(
         assert encoder.first.count_tokens(ready) == len(embedding)
 
 
+@pytest.mark.parametrize("name", ["siglip", "clip_vision_model", "qwen2_5_vl", "internvl"])
+def test_embeddings_are_the_same_where_the_device_resizes(name: str, tmp_path: Path) -> None:
+    _, directory = save(tmp_path / "checkpoint", name)
+    files = [encoded(photograph(size=(60 + 14 * i, 90)), kind) for i, kind in enumerate(("JPEG", "PNG"))]
+    plain, raw = (QueuedEncoder(settings_of(directory, on_device=step)) for step in ("normalize", "resize"))
+    made = [[*map(each.preparer.load, files)] for each in (plain, raw)]
+    assert [each.layout for each in made[0]] == [each.layout for each in made[1]]
+    assert sum(raw.preparer.steps.on_host.values()) == (2 if name == "internvl" else 0)
+    for before, after in zip(plain.encode(made[0]), raw.encode(made[1]), strict=True):
+        assert isinstance(before, np.ndarray) and isinstance(after, np.ndarray)
+        np.testing.assert_array_equal(before, after)
+
+
 @pytest.fixture(scope="module")
 def siglip(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save(tmp_path_factory.mktemp("siglip"), "siglip")[1]

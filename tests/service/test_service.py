@@ -211,7 +211,7 @@ def test_headers_without_an_end_are_cut_off(running: Running) -> None:
 def test_too_many_pixels_are_refused_by_their_headers(
     running: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fxsplit_encoder.service.encoder.load_image", None)
+    monkeypatch.setattr("fxsplit_encoder.models.prepare.load_image", None)
     data = blank(1024)
     answer = running.embed(files=[("image", (f"{n}.png", data)) for n in range(32)])
     error = answer.json()["error"]
