@@ -247,13 +247,14 @@ class BudgetDispatcher:
 
     def _plan(self, program: CapturedProgram, bindings: Bindings, rows: int) -> PathPlan:
         """Plans a call of so many rows, after the smallest budget for it has been captured."""
-        budgets = self._budgets(bindings)
-        entries = ((slot, bindings.slots[slot].shape[0]) for slot in self._segment_slots)
-        tokens = budgets.tokens_of(rows)
-        segments = max((-(-(n - 1) // budgets.segment_factor(slot)) for slot, n in entries), default=1)
-        key = (id(program), tokens, segments)
+        entries = [bindings.slots[slot].shape[0] for slot in self._segment_slots]
+        key = (id(program), rows, *entries)
         if key in self._plans:  # `get` would be a call in Python
             return self._plans[key]
+        budgets = self._budgets(bindings)
+        factors = map(budgets.segment_factor, self._segment_slots)
+        tokens = budgets.tokens_of(rows)
+        segments = max((-(-(n - 1) // each) for n, each in zip(entries, factors, strict=True)), default=1)
         too_small = self._capture_smallest(program, bindings, tokens, segments)
         costs = program.costs
         if costs.measured:
