@@ -32,7 +32,6 @@ from fxsplit_encoder.towers.rules import (
     packed_fields,
     zeros_for,
 )
-from fxsplit_encoder.towers.tiles import DenseTower
 
 Reads = frozenset[int | str]
 
@@ -126,12 +125,8 @@ class Calls(ABC):
 
 def asked_for(given: Mapping[str, Any], configured: Mapping[str, Any]) -> set[str]:
     """Fields of the output that arguments or the configuration add."""
-    fields = set()
-    for option, name in PENDING.items():
-        asked = given.get(option)
-        if configured[option] if asked is None else asked:
-            fields.add(name)
-    return fields
+    settled = {**configured, **{option: value for option, value in given.items() if value is not None}}
+    return {name for option, name in PENDING.items() if settled[option]}
 
 
 def is_pixels(value: Any, dims: int | None = None) -> TypeGuard[Tensor]:
@@ -367,7 +362,7 @@ class DenseCalls(Calls):
         options = {_INTERPOLATES: True} if key.interpolates else {}
         return {**options, "output_hidden_states": True} if self.layers else options
 
-    def adapter(self, key: Any, example: Any) -> DenseTower:
+    def adapter(self, key: Any, example: Any) -> Any:
         """By a declaration: all fields of an image are numbers one after the other, cut into the rows of a
         tile, of which the last one is padded.
         """
@@ -394,9 +389,7 @@ class DenseCalls(Calls):
             declares_padding=self.is_named,
             has_plain_blocks=self.is_named and not self.layers,  # hidden states are what blocks return
         )
-        adapter = wrap(self.twin, spec)
-        assert isinstance(adapter, DenseTower)
-        return adapter
+        return wrap(self.twin, spec)
 
     def plain_fields(self, example: Any) -> list[Field]:
         """The tensors of an output that nothing was asked of."""
@@ -459,11 +452,9 @@ class Llama4Calls(DenseCalls):
         """Whether it is the configuration's size."""
         return key == self.example_key
 
-    def adapter(self, key: Any, example: Any) -> DenseTower:
+    def adapter(self, key: Any, example: Any) -> Any:
         """The adapter of the class, which computes without complex numbers."""
-        adapter = wrap(self.twin)
-        assert isinstance(adapter, DenseTower)
-        return adapter
+        return wrap(self.twin)
 
 
 class Step3p7Calls(DenseCalls):
@@ -482,7 +473,7 @@ class Step3p7Calls(DenseCalls):
         _, height, width = key.shape
         return height == width and not key.interpolates
 
-    def adapter(self, key: Any, example: Any) -> DenseTower:
+    def adapter(self, key: Any, example: Any) -> Any:
         """The adapter of the class, on a copy of the modules, since it stores tables in them."""
         return Step3p7Tiles(linked_copy(self.twin), key.shape[-1])
 
@@ -499,7 +490,7 @@ class Idefics3Calls(DenseCalls):
             return MissReason.UNSUPPORTED_INPUT
         return super().read(given, options)
 
-    def adapter(self, key: Any, example: Any) -> DenseTower:
+    def adapter(self, key: Any, example: Any) -> Any:
         """The adapter of the class, for images of this size."""
         layers = [layer for _, layer in self.captured(example)]
         _, height, width = key.shape
@@ -543,7 +534,7 @@ class Siglip2Calls(DenseCalls):
             "spatial_shapes": torch.tensor([[1, patches]], device="cpu"),
         }
 
-    def adapter(self, key: Any, example: Any) -> DenseTower:
+    def adapter(self, key: Any, example: Any) -> Any:
         """The adapter of the class, for so many patches."""
         return Siglip2Tower(self.twin, key.shape[0])
 

@@ -235,7 +235,7 @@ class RuleCalls(DenseCalls):
     def adapter(self, key: Any, example: Any) -> Any:
         """By a declaration, after two images, encoded together and each alone, have shown that it is true."""
         twin = twin_of(self.twin)
-        adapter: Any = super().adapter(key, example)
+        adapter = super().adapter(key, example)
         spec = adapter.spec
         generator = torch.Generator().manual_seed(0)
         pixels = torch.randn(2, *key.shape, generator=generator, dtype=torch.float32, device="cpu")
