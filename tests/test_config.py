@@ -12,12 +12,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fxsplit_encoder.config import (
-    MODES,
-    EncoderConfig,
-    Packing,
-    PathConfig,
-)
+from fxsplit_encoder.config import MODES, EncoderConfig, Packing, PathConfig
 from fxsplit_encoder.errors import ConfigError
 
 # The keyword arguments, and what the message must contain beside the word "allowed": the field, what was
@@ -92,11 +87,8 @@ def test_every_problem_is_reported_at_once() -> None:
 def test_every_field_is_described() -> None:
     for model in (EncoderConfig, PathConfig):
         definition: Any = ast.parse(inspect.getsource(model)).body[0]
-        described = {
-            field.target.id
-            for field, text in pairwise(definition.body)
-            if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr)
-        }
+        statements = pairwise(definition.body)
+        described = {field.target.id for field, text in statements if isinstance(text, ast.Expr)}
         assert described == model.model_fields.keys()
 
 

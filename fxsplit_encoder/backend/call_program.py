@@ -140,10 +140,8 @@ class CallProgram(CapturedProgram):
         self._parameters.check_addresses()
         program = self._region.program
         slots = self._parameters.aliases + [None] * (program.num_slots - program.num_inputs)
-        for slot, constant in program.constants.items():
-            slots[slot] = constant
-        for slot, derived in program.derived.values.items():
-            slots[slot] = derived
+        for slot, tensor in (*program.constants.items(), *program.derived.values.items()):
+            slots[slot] = tensor
         return Bindings(slots, dict(symbols))
 
     def values(self, batch: Bindings) -> dict[str, Any]:
@@ -198,11 +196,9 @@ class PaddedProgram(CallProgram):
 
     def _check_memory(self, symbols: Mapping[str, int], tokens: int) -> None:
         device = self._region.program.device
-        needed, memory = 0, memory_of(device)
-        for entry in self._region.inputs.values():
-            if not entry.is_segments:
-                needed += math.prod(size(symbols) for size in entry.shape) * entry.dtype.itemsize
-        if needed > memory:
+        entries = (entry for entry in self._region.inputs.values() if not entry.is_segments)
+        needed = sum(math.prod(n(symbols) for n in each.shape) * each.dtype.itemsize for each in entries)
+        if needed > (memory := memory_of(device)):
             raise CaptureMemoryError(
                 f"token_budgets: {tokens} output tokens take {gibibytes(needed)} of static inputs, and "
                 f"{device} has {gibibytes(memory)}; list smaller budgets"

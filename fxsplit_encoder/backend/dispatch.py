@@ -39,7 +39,7 @@ from fxsplit_encoder.planning.limits import CaptureKey, Limits
 from fxsplit_encoder.planning.plan import Item, MissReason, PathPlan
 from fxsplit_encoder.planning.planner import build_plan
 from fxsplit_encoder.protocol import EncoderItemSpec
-from fxsplit_encoder.runtime.captured_program import CapturedProgram, Choosers
+from fxsplit_encoder.runtime.captured_program import Choosers
 from fxsplit_encoder.runtime.memory_limit import CaptureSet
 from fxsplit_encoder.runtime.requests import CaptureScope, WeightChecks
 from fxsplit_encoder.runtime.statistics import ManagerStats, Statistics
@@ -245,16 +245,17 @@ class BudgetDispatcher:
             )
         return self.programs[key]
 
-    def _plan(self, program: CapturedProgram, bindings: Bindings, rows: int) -> PathPlan:
+    def _plan(self, program: CallProgram, bindings: Bindings, rows: int) -> PathPlan:
         """Plans a call of so many rows, after the smallest budget for it has been captured."""
-        budgets = self._budgets(bindings)
-        entries = ((slot, bindings.slots[slot].shape[0]) for slot in self._segment_slots)
-        tokens = budgets.tokens_of(rows)
-        segments = max((-(-(n - 1) // budgets.segment_factor(slot)) for slot, n in entries), default=1)
-        key = (id(program), tokens, segments)
+        entries = [bindings.slots[slot].shape[0] for slot in self._segment_slots]
+        key = (id(program), rows, *entries)
         if key in self._plans:  # `get` would be a call in Python
             return self._plans[key]
-        too_small = self._capture_smallest(program, bindings, tokens, segments)
+        budgets = self._budgets(bindings)
+        factors = map(budgets.segment_factor, self._segment_slots)
+        tokens = budgets.tokens_of(rows)
+        segments = max((-(-(n - 1) // each) for n, each in zip(entries, factors, strict=True)), default=1)
+        too_small = self._capture_smallest(program, budgets, tokens, segments)
         costs = program.costs
         if costs.measured:
             program.unpadded.use_costs(costs, program.ladder.capture_ms)
@@ -270,7 +271,7 @@ class BudgetDispatcher:
         return planned
 
     def _capture_smallest(
-        self, program: CapturedProgram, bindings: Bindings, tokens: int, segments: int
+        self, program: CallProgram, budgets: ProgramBudgets, tokens: int, segments: int
     ) -> bool:
         """Captures the smallest budget for a call; whether one had room for its tokens, not its segments."""
         too_small = False
@@ -279,24 +280,22 @@ class BudgetDispatcher:
         for budget in program.budgets:
             if budget < tokens or budget in program.ladder.dropped:
                 continue
-            held = self._budgets(bindings).segments_held
-            if any(segments > held(slot, budget) for slot in self._segment_slots):
+            if any(segments > budgets.segments_held(slot, budget) for slot in self._segment_slots):
                 too_small = True
                 continue
-            self._capture(program, bindings, [budget])
+            self._capture(program, [budget])
             if budget in program.captured or budget in program.ladder.no_graph_needed:
                 break
         return too_small
 
-    def _capture(self, program: CapturedProgram, bindings: Bindings, budgets: Sequence[int]) -> None:
-        key = sizes_of(self.program, bindings)
+    def _capture(self, program: CallProgram, budgets: Sequence[int]) -> None:
         done = {*program.captured, *program.ladder.dropped, *program.ladder.no_graph_needed}
         new = [budget for budget in budgets if budget not in done]
         if not new:
             return
         self._parameters.check_addresses()
         self._plans.clear()
-        self._captures.capture([(key, budget) for budget in new])
+        self._captures.capture([(program.sizes, budget) for budget in new])
 
     # --- replay
 
@@ -311,7 +310,7 @@ class BudgetDispatcher:
         if self._has_tokens:
             assert rows is not None
             if capture_all and program.mode != "exact" and not program.padding_refused:
-                self._capture(program, bindings, program.budgets)
+                self._capture(program, program.budgets)
             planned = self._plan(program, bindings, rows)
         else:
             sizes = sizes_of(self.program, bindings) + (() if rows is None else (rows,))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import inspect
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, TypeAlias, TypeGuard
 
 import torch
@@ -32,7 +32,6 @@ from fxsplit_encoder.towers.rules import (
     packed_fields,
     zeros_for,
 )
-from fxsplit_encoder.towers.tiles import DenseTower
 
 Reads = frozenset[int | str]
 
@@ -49,13 +48,8 @@ class Call:
     """Calls of one tower with equal keys share an adapter."""
 
 
-@dataclass(frozen=True)
-class Made:
-    """Fields of a tower's output, and hidden states by their layer; 0 is the input of the first."""
-
-    fields: dict[str, Any]
-    layers: dict[int, Tensor] = field(default_factory=dict)
-
+Made: TypeAlias = dict[str | int, Any]
+"""Fields of a tower's output, and hidden states by their layer; 0 is the input of the first."""
 
 Maker: TypeAlias = Callable[[Call, Sequence[Tensor]], Made]
 
@@ -131,12 +125,8 @@ class Calls(ABC):
 
 def asked_for(given: Mapping[str, Any], configured: Mapping[str, Any]) -> set[str]:
     """Fields of the output that arguments or the configuration add."""
-    fields = set()
-    for option, name in PENDING.items():
-        asked = given.get(option)
-        if configured[option] if asked is None else asked:
-            fields.add(name)
-    return fields
+    settled = {**configured, **{option: value for option, value in given.items() if value is not None}}
+    return {name for option, name in PENDING.items() if settled[option]}
 
 
 def is_pixels(value: Any, dims: int | None = None) -> TypeGuard[Tensor]:
@@ -154,10 +144,10 @@ def _kinds_of(example: Any) -> dict[str, type | None]:
     return {name: None if isinstance(value, Tensor) else type(value) for name, value in example.items()}
 
 
-def _joined(parts: Mapping[Field, Tensor], kinds: Mapping[str, type | None]) -> dict[str, Any]:
+def _joined(parts: Iterable[tuple[Field, Tensor]], kinds: Mapping[str, type | None]) -> Made:
     """The fields of an output, each of its class of `_kinds_of`."""
     found: dict[str, Any] = {}
-    for (name, _), part in parts.items():
+    for (name, _), part in parts:
         if kinds[name] is None:
             found[name] = part
         else:
@@ -225,25 +215,19 @@ class GridCalls(Calls):
         """Makes the fields of the output, which follow one another in the columns of an item."""
         adapter, kinds = self._adapter, _kinds_of(example)
         rows = adapter.min_item_tokens * adapter.rows_per_token
-        parts: list[tuple[Field, slice, tuple[int, ...]]] = []
+        places, values = zip(*packed_fields(example, rows, adapter.rows_per_token), strict=True)
+        parts: list[tuple[slice, tuple[int, ...]]] = []
         start = 0
-        for place, value in packed_fields(example, rows, adapter.rows_per_token):
+        for value in values:
             end = start + value.numel() // adapter.min_item_tokens
             is_batch = value.dim() > 2 and value.shape[0] == 1
             shape = (1, -1, *value.shape[2:]) if is_batch else (-1, *value.shape[1:])
-            parts.append((place, slice(start, end), shape))
+            parts.append((slice(start, end), shape))
             start = end
 
         def make(call: Call, items: Sequence[Tensor]) -> Made:
-            return Made(
-                _joined(
-                    {
-                        place: torch.cat([item[:, columns] for item in items]).view(shape)
-                        for place, columns, shape in parts
-                    },
-                    kinds,
-                )
-            )
+            made = (torch.cat([item[:, columns] for item in items]).view(shape) for columns, shape in parts)
+            return _joined(zip(places, made, strict=True), kinds)
 
         return make
 
@@ -313,11 +297,11 @@ class PixtralCalls(Calls):
         last, layers = self.num_states - 1, self.captured_layers
 
         def make(call: Call, items: Sequence[Tensor]) -> Made:
-            states = {
+            states: Made = {
                 layer: torch.cat([item[:, number * width : (number + 1) * width] for item in items])[None]
                 for number, layer in enumerate(layers)
             }
-            return Made({"last_hidden_state": states[last]} if last in states else {}, states)
+            return {**states, "last_hidden_state": states[last]} if last in states else states
 
         return make
 
@@ -361,7 +345,14 @@ class DenseCalls(Calls):
             return MissReason.OPTIONS
         if not is_pixels(pixels, 4):
             return MissReason.UNSUPPORTED_INPUT
-        return Call({self.input_names[0]: pixels}, key=DenseKey(tuple(pixels.shape[1:]), interpolates))
+        key = DenseKey(tuple(pixels.shape[1:]), interpolates)
+        if not self.takes(key, pixels.dtype):
+            return MissReason.UNSUPPORTED_INPUT
+        return Call({self.input_names[0]: pixels}, key)
+
+    def takes(self, key: DenseKey, dtype: torch.dtype) -> bool:
+        """Whether images of this size and dtype are captured."""
+        return True
 
     def example(self, key: Any) -> dict[str, Any]:
         """One image of zeros."""
@@ -371,7 +362,7 @@ class DenseCalls(Calls):
         options = {_INTERPOLATES: True} if key.interpolates else {}
         return {**options, "output_hidden_states": True} if self.layers else options
 
-    def adapter(self, key: Any, example: Any) -> DenseTower:
+    def adapter(self, key: Any, example: Any) -> Any:
         """By a declaration: all fields of an image are numbers one after the other, cut into the rows of a
         tile, of which the last one is padded.
         """
@@ -398,9 +389,7 @@ class DenseCalls(Calls):
             declares_padding=self.is_named,
             has_plain_blocks=self.is_named and not self.layers,  # hidden states are what blocks return
         )
-        adapter = wrap(self.twin, spec)
-        assert isinstance(adapter, DenseTower)
-        return adapter
+        return wrap(self.twin, spec)
 
     def plain_fields(self, example: Any) -> list[Field]:
         """The tensors of an output that nothing was asked of."""
@@ -443,12 +432,10 @@ class DenseCalls(Calls):
             rows = items[0] if len(items) == 1 else torch.cat(list(items))
             count = call.inputs[pixels].shape[0]
             parts = rows.view(count, -1)[:, :end].split_with_sizes(sizes, dim=1)
-            values = (
-                part.reshape(count, *shape).contiguous() for part, shape in zip(parts, shapes, strict=True)
-            )
-            made = dict(zip(names, values, strict=True))
-            layers = {n: made.pop((STATES, n)) for n in self.layers if (STATES, n) in made}
-            return Made(_joined(made, kinds), layers)
+            made = zip(names, parts, shapes, strict=True)
+            own = {name: part.reshape(count, *shape).contiguous() for name, part, shape in made}
+            layers: Made = {n: own.pop((STATES, n)) for n in self.layers if (STATES, n) in own}
+            return {**_joined(own.items(), kinds), **layers}
 
         return make
 
@@ -461,18 +448,13 @@ class Llama4Calls(DenseCalls):
 
     makes_layers = False
 
-    def read(self, given: Mapping[str, Any], options: Mapping[str, Any]) -> Call | MissReason:
-        """The tiles."""
-        call = super().read(given, options)
-        if isinstance(call, Call) and call.key != self.example_key:
-            return MissReason.UNSUPPORTED_INPUT
-        return call
+    def takes(self, key: DenseKey, dtype: torch.dtype) -> bool:
+        """Whether it is the configuration's size."""
+        return key == self.example_key
 
-    def adapter(self, key: Any, example: Any) -> DenseTower:
+    def adapter(self, key: Any, example: Any) -> Any:
         """The adapter of the class, which computes without complex numbers."""
-        adapter = wrap(self.twin)
-        assert isinstance(adapter, DenseTower)
-        return adapter
+        return wrap(self.twin)
 
 
 class Step3p7Calls(DenseCalls):
@@ -486,16 +468,12 @@ class Step3p7Calls(DenseCalls):
         whole = self.example_key
         return whole, DenseKey((whole.shape[0], CROP_SIZE, CROP_SIZE))
 
-    def read(self, given: Mapping[str, Any], options: Mapping[str, Any]) -> Call | MissReason:
-        """The tiles, if they are square."""
-        call = super().read(given, options)
-        if isinstance(call, Call):
-            _, height, width = call.key.shape
-            if height != width or call.key.interpolates:
-                return MissReason.UNSUPPORTED_INPUT
-        return call
+    def takes(self, key: DenseKey, dtype: torch.dtype) -> bool:
+        """Whether tiles are square."""
+        _, height, width = key.shape
+        return height == width and not key.interpolates
 
-    def adapter(self, key: Any, example: Any) -> DenseTower:
+    def adapter(self, key: Any, example: Any) -> Any:
         """The adapter of the class, on a copy of the modules, since it stores tables in them."""
         return Step3p7Tiles(linked_copy(self.twin), key.shape[-1])
 
@@ -512,7 +490,7 @@ class Idefics3Calls(DenseCalls):
             return MissReason.UNSUPPORTED_INPUT
         return super().read(given, options)
 
-    def adapter(self, key: Any, example: Any) -> DenseTower:
+    def adapter(self, key: Any, example: Any) -> Any:
         """The adapter of the class, for images of this size."""
         layers = [layer for _, layer in self.captured(example)]
         _, height, width = key.shape
@@ -556,7 +534,7 @@ class Siglip2Calls(DenseCalls):
             "spatial_shapes": torch.tensor([[1, patches]], device="cpu"),
         }
 
-    def adapter(self, key: Any, example: Any) -> DenseTower:
+    def adapter(self, key: Any, example: Any) -> Any:
         """The adapter of the class, for so many patches."""
         return Siglip2Tower(self.twin, key.shape[0])
 

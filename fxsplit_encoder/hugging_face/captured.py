@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -54,14 +54,11 @@ class Served:
     """The number of its last call."""
     took_place: bool = False
     """Whether captures of another key were released for these."""
-    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def capture(self) -> None:
-        """Captures once among all threads."""
+        """Captures, unless this or another thread has done it."""
         if not self.manager.is_captured():
-            with self._lock:
-                if not self.manager.is_captured():  # no other thread has done it
-                    self.manager.capture()
+            self.manager.capture()
 
 
 class CapturedTower:

@@ -95,9 +95,7 @@ def make_output(kind: type, values: Mapping[str, Any]) -> Any:
 class _Deferring(OrderedDict[str, Any]):
     """Methods of an output whose `Lazy` fields are computed when they are read by name or position."""
 
-    _kind: ClassVar[type]
-    _names: ClassVar[frozenset[str]]
-    """Of the fields."""
+    _kind: ClassVar[Any]
 
     def __post_init__(self) -> None:
         # transformers looks whether the first field is a dictionary.
@@ -113,7 +111,7 @@ class _Deferring(OrderedDict[str, Any]):
 
     def __setattr__(self, name: str, value: Any) -> None:
         # transformers looks up all fields at each.
-        if value is not None and name in type(self)._names:
+        if value is not None and name in type(self)._kind.__dataclass_fields__:
             OrderedDict.__setitem__(self, name, value)
         object.__setattr__(self, name, value)
 
@@ -152,5 +150,4 @@ class _Deferring(OrderedDict[str, Any]):
 def _deferring(kind: type) -> Any:
     """A subclass of `kind` with `Lazy` fields. A pickle has `kind` itself."""
     names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
-    own = {"_kind": kind, "_names": frozenset(each.name for each in fields(kind))}
-    return type(kind.__name__, (_Deferring, kind), {**names, **own})
+    return type(kind.__name__, (_Deferring, kind), {**names, "_kind": kind})

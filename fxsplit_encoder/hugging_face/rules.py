@@ -21,7 +21,6 @@ from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.errors import UnsupportedTowerError
 from fxsplit_encoder.hugging_face.calls import (
     STATES,
-    Call,
     Calls,
     DenseCalls,
     DenseKey,
@@ -35,7 +34,6 @@ from fxsplit_encoder.hugging_face.calls import (
     accepts,
     twin_of,
 )
-from fxsplit_encoder.planning.plan import MissReason
 from fxsplit_encoder.towers.registry import QWEN3, QWEN25
 from fxsplit_encoder.towers.rules import (
     MODEL_ERRORS,
@@ -211,14 +209,9 @@ class RuleCalls(DenseCalls):
         """This size, if it is the configuration's."""
         return (self.example_key,) if self._look.is_configured else ()
 
-    def read(self, given: Mapping[str, Any], options: Mapping[str, Any]) -> Call | MissReason:
-        """The images, if the tower converts their dtype to its own."""
-        call = super().read(given, options)
-        if isinstance(call, Call):
-            dtype = call.inputs[self.input_names[0]].dtype
-            if dtype != next(self.twin.parameters()).dtype and not self._converts(dtype):
-                return MissReason.UNSUPPORTED_INPUT
-        return call
+    def takes(self, key: DenseKey, dtype: torch.dtype) -> bool:
+        """Whether the tower converts images of this dtype to its own."""
+        return dtype == next(self.twin.parameters()).dtype or self._converts(dtype)
 
     def _converts(self, dtype: torch.dtype) -> bool:
         """Whether images of another dtype give an output of the same dtypes."""
@@ -242,7 +235,7 @@ class RuleCalls(DenseCalls):
     def adapter(self, key: Any, example: Any) -> Any:
         """By a declaration, after two images, encoded together and each alone, have shown that it is true."""
         twin = twin_of(self.twin)
-        adapter: Any = super().adapter(key, example)
+        adapter = super().adapter(key, example)
         spec = adapter.spec
         generator = torch.Generator().manual_seed(0)
         pixels = torch.randn(2, *key.shape, generator=generator, dtype=torch.float32, device="cpu")

@@ -172,15 +172,9 @@ class ServedTower:
             captured.refuse(error)
             return self._refused(captured)
         whole = Lazy(functools.partial(self._compute, given))
+        read = functools.partial(self._read, captured, served, whole)
         made = served.make(call, items)
-        values = _values(
-            served,
-            made,
-            fields,
-            selected,
-            functools.partial(self._read, captured, served, whole.value),
-            captured.calls.with_states,
-        )
+        values = _values(served, made, fields, selected, read, captured.calls.with_states)
         output = make_output(type(served.example), values)
         asked = given.get("return_dict")
         returns_dict = captured.configured["return_dict"] if asked is None else asked
@@ -226,11 +220,9 @@ class ServedTower:
             known = self._reads or (_OUTPUT if captured.has_captures else frozenset())
             self._reads = known.union(what)
 
-    def _read(
-        self, captured: CapturedTower, served: Served, whole: Callable[[], Any], what: int | str
-    ) -> Any:
+    def _read(self, captured: CapturedTower, served: Served, whole: Lazy, what: int | str) -> Any:
         """A field, or the hidden state of a layer, that captures did not make."""
-        output = whole()
+        output = whole.value()
         if captured.calls is not None and captured.calls.makes(what, served.example):
             self._learn(captured, {what})
         return output.hidden_states[what] if isinstance(what, int) else getattr(output, what)
@@ -364,20 +356,18 @@ def _values(
     """
     values: dict[str, Any] = {}
     for name in served.example:
-        if name in made.fields:
-            values[name] = made.fields[name]
+        if name in made:
+            values[name] = made[name]
         elif name in with_states and "hidden_states" not in fields:
             continue
         elif name != "hidden_states":
             values[name] = Lazy(functools.partial(read, name))
         else:
             count = len(served.example.hidden_states)
-            chosen = (
-                range(count) if selected is None else {n % count for n in selected if -count <= n < count}
-            )
+            numbers = range(count) if selected is None else selected
+            chosen = {n % count for n in numbers if -count <= n < count}
             values[name] = LazyTuple(
-                made.layers.get(n, Lazy(functools.partial(read, n))) if n in chosen else None
-                for n in range(count)
+                made.get(n, Lazy(functools.partial(read, n))) if n in chosen else None for n in range(count)
             )
     if "attentions" in fields and "attentions" in type(served.example).__dataclass_fields__:
         values["attentions"] = Lazy(functools.partial(read, "attentions"))

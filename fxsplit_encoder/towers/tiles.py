@@ -5,7 +5,6 @@ size are another path, captured separately.
 
 from __future__ import annotations
 
-import functools
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -302,7 +301,7 @@ class DenseTower(TileTower):
 
     def _read(self, mm_kwargs: dict[str, Any]) -> tuple[list[Tensor], list[int]]:
         """The tiles of a batch, and how many every item has: the images', then the videos'."""
-        return read_once(self, mm_kwargs, functools.partial(self._read_request, mm_kwargs))
+        return read_once(self, mm_kwargs, lambda: self._read_request(mm_kwargs))
 
     def _read_request(self, mm_kwargs: dict[str, Any]) -> tuple[list[Tensor], list[int]]:
         takes_videos = "video" in self.modalities
