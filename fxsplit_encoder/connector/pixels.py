@@ -91,11 +91,17 @@ def decode_jpegs(files: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     except RuntimeError as error:
         if len(files) > 1:
             return [pixels for file in files for pixels in decode_jpegs([file], device)]
-        logger.warning("a JPEG file is decoded by the host: %s", str(error).partition("\n")[0])
+        _warn(str(error).partition("\n")[0])
         return [to_device(torch.from_numpy(pixels_of(files[0].numpy().tobytes(), _ANY_SIZE).copy()), device)]
     for pixels in made:
         pixels.record_stream(stream)
     return [pixels.permute(1, 2, 0) for pixels in made]
+
+
+@functools.lru_cache(16)
+def _warn(reason: str) -> None:
+    """Say why, once for each reason."""
+    logger.warning("on_device: decode: JPEG files are decoded by the host, as torchvision says: %s", reason)
 
 
 @functools.cache

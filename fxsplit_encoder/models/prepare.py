@@ -19,7 +19,7 @@ from PIL import Image
 from torch import Tensor
 
 from fxsplit_encoder.errors import InputError, MediaError
-from fxsplit_encoder.media import AnimatedImage, Frames, MediaSettings, load_image, measure_image, pixels_of
+from fxsplit_encoder.media import AnimatedImage, Frames, MediaSettings, load_image, measure_image
 from fxsplit_encoder.media.images import PIXEL_PLAN, ResizePlan, jpeg_orientation, opened_image
 from fxsplit_encoder.media.sources import attempt
 from fxsplit_encoder.models.sampling import Sampling
@@ -184,21 +184,21 @@ class ImageSteps:
         """The inputs of an image as `load_image` takes it, or of `loaded`, what was made of it. `preparation`
         leaves pixels as they are where the device does a step.
         """
-        if self._first == "normalize":
-            return preparation.image(load_image(media, limits) if loaded is None else loaded)
+        found: int | str = "what is scaled, or no file"
+        if self._first == "decode" and loaded is None:
+            found = jpeg_orientation(media, limits)
+        if isinstance(found, str):
+            loaded = load_image(media, limits) if loaded is None else loaded
         size = measure_image(media, limits) if loaded is None else loaded.size
-        if (plan := preparation.plan(*size)) is None:
-            self._count("the device cannot cut images as this model wants them")
+        plan = None if self._first == "normalize" else preparation.plan(*size)
+        if plan is None:
+            if self._first != "normalize":
+                self._count("the device cannot cut images as this model wants them")
             return preparation.image(load_image(media, limits) if loaded is None else loaded)
-        orientation: int | str = "resize" if self._first == "resize" else jpeg_orientation(media, limits)
-        if isinstance(orientation, int) and loaded is None:
-            source = np.frombuffer(media, np.uint8)
-        else:
-            source = pixels_of(media, limits) if loaded is None else np.asarray(loaded)
-            if self._first == "decode":
-                self._count(f"the device does not decode {'what was scaled' if loaded else orientation}")
-            orientation = 1
-        numbers = torch.tensor([*plan, orientation], device="cpu")
+        if self._first == "decode" and isinstance(found, str):
+            self._count(f"the device does not decode {found}")
+        source = np.frombuffer(media, np.uint8) if loaded is None else np.asarray(loaded)
+        numbers = torch.tensor([*plan, found if isinstance(found, int) else 1], device="cpu")
         raw = {"pixel_values": torch.from_numpy(source.copy()), PIXEL_PLAN: numbers}
         return preparation.image_sizes(*size).with_pixels(**raw)
 
