@@ -53,7 +53,7 @@ class Served:
         self.tower = tower_with_adapters()
         use(self.tower, NAMES[0])
         wrapped = fx.wrap(self.tower)
-        config = fx.EncoderConfig(mode=mode, token_budgets=(4, 16), capture_recurring=False)
+        config = fx.EncoderConfig(mode=mode, packing="greedy", token_budgets=(4, 16), capture_recurring=False)
         self.manager = fx.EncoderCudaGraphManager(wrapped, config)
         self.manager.capture()
         self.inputs = random_inputs(wrapped, [4])

