@@ -152,8 +152,8 @@ def load(path: Path) -> Result:
 
 
 def merge(parts: Sequence[Result]) -> Result:
-    """The results of several runs of a case as one; of rows that several have, those of the run with most of
-    them, or of the last. Rows keep the commit that they were measured at.
+    """The results of several runs of a case as one; of rows that several have, those of the last run with
+    all of them or with three, which are enough to compare. Rows keep the commit that they were measured at.
 
     Raises:
         ValueError: they are of another case, from other kinds of machine, versions or settings.
@@ -176,15 +176,14 @@ def merge(parts: Sequence[Result]) -> Result:
     for part in parts:
         of_part: dict[tuple[Any, ...], list[Row]] = {}
         for row in part["rows"]:
-            own = {"commit": part["commit"], **row}
-            of_part.setdefault(tuple(row.get(name) for name in key), []).append(own)
-        found |= {each: rows for each, rows in of_part.items() if len(rows) >= len(found.get(each, ()))}
-    rows = list(itertools.chain.from_iterable(found.values()))
-    commits = {row["commit"] for row in rows}
+            of_part.setdefault(tuple(map(row.get, key)), []).append({"commit": part["commit"], **row})
+        found |= {k: rows for k, rows in of_part.items() if len(rows) >= min(3, len(found.get(k, ())))}
+    merged = list(itertools.chain.from_iterable(found.values()))
+    commits = {row["commit"] for row in merged}
     if len(commits) == 1:
-        for row in rows:
+        for row in merged:
             del row["commit"]
-    return {**first, "commit": commits.pop() if len(commits) == 1 else parts[-1]["commit"], "rows": rows}
+    return {**first, "commit": commits.pop() if len(commits) == 1 else parts[-1]["commit"], "rows": merged}
 
 
 def one_line(error: Exception) -> str:

@@ -26,13 +26,14 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from storage import ROOT, Record, Row, environment
 from timing import percentile
+from torch.utils.benchmark import Timer
 
 SERVERS = OURS, PLAIN, VLLM = ("encoder-cg serve", "Starlette, torch.compile", "vLLM, pooling runner")
 MODELS = {"siglip-so400m-384": 384, "qwen3-vl-8b": 448}
@@ -100,35 +101,25 @@ def measure(
 def measure_preparation(directory: Path, step: Any, images: Sequence[bytes], seconds: float) -> Row:
     """Images a second of which one core does the host's part, and of which the device does the rest."""
     from fxsplit_encoder.models.load import device_of, dtype_of
-    from fxsplit_encoder.service.encoder import Preparer, upload
+    from fxsplit_encoder.service.encoder import PreparedImage, Preparer, upload
     from fxsplit_encoder.service.settings import ImageEncoderSettings
     from fxsplit_encoder.towers.inputs import PixelValues
 
     preparer, device = Preparer(ImageEncoderSettings(model=str(directory), on_device=step)), device_of("auto")
     table = preparer.values
     values = None if table is None else PixelValues(table, dtype_of("auto", device), device)
-    batch = [preparer.load(image) for image in images]
 
-    def upload_all() -> None:
-        upload(batch, values, device)
-        if device.type == "cuda":
-            torch.cuda.synchronize()
+    def load() -> list[PreparedImage]:
+        return [preparer.load(image) for image in images]
 
-    rates = {}
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    for name, work in {
-        "one core/s": lambda: [preparer.load(image) for image in images],
-        "device/s": upload_all,
-    }.items():
+    def images_a_second(work: Callable[[], Any]) -> float:
         work()
-        rounds, begin = 0, time.perf_counter()
-        while time.perf_counter() - begin < seconds:
-            work()
-            rounds += 1
-        rates[name] = rounds * len(images) / (time.perf_counter() - begin)
-    torch.set_num_threads(threads)
-    return rates
+        timer = Timer("work()", globals={"work": work})  # on one thread, to the end of the device's work
+        return len(images) / timer.blocked_autorange(min_run_time=seconds).median
+
+    batch = load()
+    sent = images_a_second(lambda: upload(batch, values, device))
+    return {"one core/s": images_a_second(load), "device/s": sent}
 
 
 class Unavailable(Exception):

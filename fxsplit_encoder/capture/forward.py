@@ -399,7 +399,7 @@ class CapturedForward:
                 _check_finite(f"output {number}", output, 0, -(-real * output.shape[0] // rows))
 
     def measure(self) -> float:
-        """Measures the median milliseconds of a replay on the static inputs."""
+        """Measures the least milliseconds of a replay on the static inputs."""
         return measure_ms(self.replay, self.pool.device)
 
     def release(self) -> None:

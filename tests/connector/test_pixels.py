@@ -25,6 +25,7 @@ from fxsplit_encoder.towers.inputs import PixelValues
 from ..kernels.attention.fakes import run_with_triton
 from ..models.checkpoints import CHECKPOINTS, CPU
 from ..models.processors import noise
+from ..service.photographs import encoded
 
 LIMITS = MediaSettings()
 VALUES = PixelValues(np.tile(np.arange(256, dtype=np.float32), (3, 1)), torch.float32, CPU)
@@ -53,12 +54,6 @@ def test_a_device_makes_what_the_processor_makes(name: str, width: int, height: 
     assert torch.equal(on_device(ImageSteps("resize"), preparation, image), expected.float())
 
 
-def jpeg(image: Image.Image, **options: Any) -> bytes:
-    buffer = io.BytesIO()
-    image.save(buffer, "JPEG", **options)
-    return buffer.getvalue()
-
-
 def as_pillow(files: Any, device: torch.device) -> list[torch.Tensor]:
     images = [Image.open(io.BytesIO(file.numpy().tobytes())).convert("RGB") for file in files]
     return [torch.from_numpy(np.array(image)) for image in images]
@@ -72,7 +67,7 @@ def test_files_are_decoded_by_the_device_and_turned(
     exif = Image.Exif()
     exif[0x0112] = orientation
     preparation, steps = preparation_of("qwen3_vl"), ImageSteps("decode")
-    file = jpeg(noise(90, 60), exif=exif)
+    file = encoded(noise(90, 60), "JPEG", exif=exif)
     assert steps.image(preparation, LIMITS, file).tensors["pixel_values"].numpy().tobytes() == file
     expected = preparation.image(load_image(file, LIMITS)).tensors["pixel_values"]
     assert torch.equal(on_device(steps, preparation, file), expected.float())
@@ -85,7 +80,7 @@ OTHERS = {
     "mode L": lambda image, buffer: image.convert("L").save(buffer, "JPEG"),
     "mode CMYK": lambda image, buffer: image.convert("CMYK").save(buffer, "JPEG"),
     "mode RGB": lambda image, buffer: image.save(buffer, "JPEG", keep_rgb=True),
-    "without an end": lambda image, buffer: buffer.write(jpeg(image)[:-2]),
+    "without an end": lambda image, buffer: buffer.write(encoded(image, "JPEG")[:-2]),
 }
 
 

@@ -22,6 +22,7 @@ from fxsplit_encoder.service.settings import ImageEncoderSettings
 from fxsplit_encoder.towers.inputs import PixelValues
 
 from ..models.checkpoints import save
+from ..service.photographs import encoded
 from .support import no_synchronization
 
 pytestmark = pytest.mark.gpu
@@ -37,12 +38,6 @@ def photograph(width: int, height: int, seed: int = 0) -> Image.Image:
     made = np.array(small.resize((width, height), Image.Resampling.BICUBIC))
     made[height // 3 : height // 2, width // 4 : width // 2] = draw.integers(0, 256, 3)
     return Image.fromarray(made)
-
-
-def jpeg(image: Image.Image, **options: Any) -> bytes:
-    buffer = io.BytesIO()
-    image.save(buffer, "JPEG", **{"quality": 92, **options})
-    return buffer.getvalue()
 
 
 def prepared(name: str, step: Any, media: list[Any], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -75,22 +70,20 @@ def test_files_are_decoded_nearly_as_by_pillow() -> None:
     pytest.importorskip("torchvision")
     exif = Image.Exif()
     exif[0x0112] = 6
-    files = [jpeg(photograph(*size), subsampling=0) for size in SIZES]
-    whole = photograph(640, 480)
-    files += [jpeg(whole, subsampling=0, **more) for more in ({"exif": exif}, {"progressive": True})]
+    files = [encoded(photograph(*size), "JPEG", subsampling=0) for size in SIZES]
+    files.append(encoded(photograph(640, 480), "JPEG", subsampling=0, exif=exif))
+    files.append(encoded(photograph(640, 480), "JPEG", subsampling=0, progressive=True))
     expected, made = prepared("qwen3-vl-8b", "decode", files, torch.float32)
     error = (expected - made).abs() * 127.5
     assert error.max() <= 6 and error.mean() < 0.5, (error.max(), error.mean())
-    halved = [
-        jpeg(photograph(*size), subsampling=2) for size in SIZES
-    ]  # colors of edges are spread otherwise
+    halved = [encoded(photograph(*size), "JPEG", subsampling=2) for size in SIZES]  # blurred edges
     expected, made = prepared("qwen3-vl-8b", "decode", halved, torch.float32)
     assert ((expected - made).abs() * 127.5).mean() < 1
 
 
 def test_files_that_the_gpu_cannot_decode_are_decoded_by_the_host() -> None:
     pytest.importorskip("torchvision")
-    good, buffer = jpeg(photograph(64, 48)), io.BytesIO()
+    good, buffer = encoded(photograph(64, 48), "JPEG"), io.BytesIO()
     photograph(64, 48).save(buffer, "PNG")
     files = [torch.frombuffer(bytearray(file), dtype=torch.uint8) for file in (good, buffer.getvalue())]
     first, second = decode_jpegs(files, CUDA)
@@ -100,10 +93,8 @@ def test_files_that_the_gpu_cannot_decode_are_decoded_by_the_host() -> None:
 
 def test_decoded_pixels_stay_until_a_busy_stream_has_read_them() -> None:
     pytest.importorskip("torchvision")
-    files = [
-        torch.frombuffer(bytearray(jpeg(Image.new("RGB", (512, 512), (value,) * 3))), dtype=torch.uint8)
-        for value in range(0, 250, 10)
-    ]
+    images = [Image.new("RGB", (512, 512), (value,) * 3) for value in range(0, 250, 10)]
+    files = [torch.frombuffer(bytearray(encoded(image, "JPEG")), dtype=torch.uint8) for image in images]
     found = []
     with torch.cuda.stream(torch.cuda.Stream()):
         for file in files:
@@ -121,7 +112,7 @@ def test_a_service_gives_the_same_embeddings(step: Any, tmp_path: Path) -> None:
         pytest.importorskip("torchvision")
     _, directory = save(tmp_path / "checkpoint", "siglip")
     given: Any = {"model": str(directory), "dtype": "float32", "config": {"enabled": False}}
-    files = [jpeg(photograph(*size), subsampling=0) for size in SIZES[:4]] * 8
+    files = [encoded(photograph(*size), "JPEG", subsampling=0) for size in SIZES[:4]] * 8
     rows = []
     for each in ("normalize", step):
         encoder = QueuedEncoder(ImageEncoderSettings(**given, device="cuda:0", on_device=each))

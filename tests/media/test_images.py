@@ -14,19 +14,11 @@ from PIL import Image, ImageOps
 from fxsplit_encoder.errors import ConfigError, MediaError
 from fxsplit_encoder.media import MediaSettings, load_image, measure_image, open_video, sources
 
+from ..models.processors import noise
+from ..service.photographs import encoded
+
 EXAMPLES = Path(__file__).parents[2] / "examples" / "images"
 LIMITS = MediaSettings()
-
-
-def noise(width: int, height: int, seed: int = 0) -> Image.Image:
-    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
-    return Image.fromarray(pixels)
-
-
-def encoded(image: Image.Image, kind: str = "PNG", **options: object) -> bytes:
-    buffer = io.BytesIO()
-    image.save(buffer, kind, **options)
-    return buffer.getvalue()
 
 
 def png_header(width: int, height: int) -> bytes:

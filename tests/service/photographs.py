@@ -17,9 +17,9 @@ def photograph(name: str = "cat", size: tuple[int, int] = (120, 90)) -> Image.Im
     return Image.open(EXAMPLES / f"{name}.jpg").convert("RGB").resize(size)
 
 
-def encoded(image: Image.Image, form: str = "PNG") -> bytes:
+def encoded(image: Image.Image, form: str = "PNG", **options: object) -> bytes:
     stream = io.BytesIO()
-    image.save(stream, form)
+    image.save(stream, form, **options)
     return stream.getvalue()
 
 
