@@ -27,11 +27,12 @@ Row = Mapping[str, Any]
 
 OURS = "ours-auto"
 _INVARIANT = "ours-invariant"
-_VARIANTS = ("eager", "compile", "compile-reduce-overhead", "graph-exact")
+_VARIANTS = ("eager", "compile", "compile-reduce-overhead", "compile-max-autotune", "graph-exact")
 _TITLES = {
     "eager": "Hugging Face eager (sdpa)",
     "compile": "torch.compile",
     "compile-reduce-overhead": 'torch.compile, mode="reduce-overhead"',
+    "compile-max-autotune": 'torch.compile, mode="max-autotune"',
     "graph-exact": "eager model in one CUDA graph",
     OURS: "ours",
     "powers of two": "our compiled program, one full graph per power of two, greedy packing",
@@ -555,13 +556,6 @@ def vllm_serving(result: Result) -> str:
     caption = f"Milliseconds to the first token{', which is the same of all' if same else ''}."
     of = (f"vLLM {result['vllm']}", result["settings"]["dtype"], "random weights")
     return _told(result, table, caption, *of)
-
-
-def ab(result: Result) -> str:
-    columns = ["workload", "time", "baseline", "this", "ratio", "lowest", "highest"]
-    caption = f"Milliseconds at {result['settings']['baseline']} and here, medians of turns, and their ratio."
-    rows = [row for row in result["rows"] if "ratio" in row]
-    return _told(result, by_columns(columns, rows), caption)
 
 
 # --- features

@@ -156,6 +156,13 @@ class CompileReduceOverhead(Compile):
         return super().run(batch)
 
 
+class CompileMaxAutotune(CompileReduceOverhead):
+    """The same, with products by the fastest of many kernels."""
+
+    name = "compile-max-autotune"
+    settings: ClassVar[Mapping[str, Any]] = {**REDUCE_OVERHEAD, "mode": "max-autotune"}
+
+
 class ExactGraph(_OnPrepared):
     """One CUDA graph of the eager model for every layout of segments, as SGLang's runner keys them."""
 
@@ -214,6 +221,7 @@ VARIANTS: Mapping[str, type[Variant]] = {
         ExactGraph,
         Compile,
         CompileReduceOverhead,
+        CompileMaxAutotune,
         Invariant,
     )
 }

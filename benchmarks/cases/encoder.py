@@ -38,11 +38,8 @@ from worker import FLOOR, Job, known_workloads, run_job, start_method
 from workloads import README
 
 README_VARIANTS = ("eager", "ours-auto", "graph-exact", "compile", "vllm-eager", "vllm")
-MAIN_VARIANTS = (
-    *(FLOOR, "eager", "ours-auto", "graph-exact", "compile-reduce-overhead"),
-    *("vllm-eager", "vllm"),
-)
 QUICK_VARIANTS = (FLOOR, "eager", "ours-auto", "graph-exact")
+MAIN_VARIANTS = (*QUICK_VARIANTS, "compile-reduce-overhead", "compile-max-autotune", "vllm-eager", "vllm")
 MODE_VARIANTS = ("eager", *(f"ours-{mode}" for mode in MODES))
 _QUICK_CONFIG = {"token_budgets": [4, 16], "max_items_per_batch": 4, "max_frames_per_batch": 0}
 
