@@ -59,7 +59,7 @@ def alone_rate(encoder: ImageEncoder, batch: int, seconds: float) -> float:
     """Images a second through `manager.execute`, their pixels on the device; the median of calls."""
     files = itertools.islice(itertools.cycle(photographs((SIDE, SIDE))), batch)
     images = [encoder.preparer.load(data) for data in files]
-    inputs = upload(images, encoder.values, encoder.device)
+    inputs = upload(images, encoder.values, encoder.device, encoder.preparer.steps.on_host)
     times: list[float] = []
     while sum(times) < seconds or len(times) < 5:
         times.append(timed(lambda: encoder.manager.execute(inputs))[0] / 1e3)

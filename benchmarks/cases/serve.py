@@ -118,7 +118,7 @@ def measure_preparation(directory: Path, step: Any, images: Sequence[bytes], sec
         return len(images) / timer.blocked_autorange(min_run_time=seconds).median
 
     batch = load()
-    sent = images_a_second(lambda: upload(batch, values, device))
+    sent = images_a_second(lambda: upload(batch, values, device, preparer.steps.on_host))
     return {"one core/s": images_a_second(load), "device/s": sent}
 
 

@@ -18,7 +18,7 @@ from fxsplit_encoder.connector.interfaces import PIXEL_TABLE, FeatureEncoder, Mo
 from fxsplit_encoder.connector.pixels import prepared_pixels
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.manager import EncoderCudaGraphManager
-from fxsplit_encoder.media.images import PIXEL_PLAN
+from fxsplit_encoder.media.images import PIXEL_PLAN, OnHost
 from fxsplit_encoder.messages import names_of
 from fxsplit_encoder.towers.base import WrappedTower
 from fxsplit_encoder.towers.inputs import PixelValues
@@ -48,6 +48,8 @@ class ManagerEncoder(FeatureEncoder):
         self.manager = manager
         self.device, self.dtype = manager.pool.device, manager.dtype
         self.stream_priority = manager.config.stream_priority
+        self.on_host = OnHost()
+        """Of JPEG files that the device could not decode."""
         self._tables: Recent[bytes, PixelValues] = Recent(_KEPT_TABLES)
         self._modalities = manager.model_config.modalities if modalities is None else modalities
 
@@ -144,7 +146,8 @@ class ManagerEncoder(FeatureEncoder):
         for table, group in groupby(items, key=_table_of):
             if PIXEL_PLAN in items[0].inputs:
                 sources, plans = zip(*((i.inputs[name], i.inputs[PIXEL_PLAN]) for i in group), strict=True)
-                pieces.append(prepared_pixels(sources, plans, self._values(table), self.manager.pool.device))
+                device, values = self.manager.pool.device, self._values(table)
+                pieces.append(prepared_pixels(sources, plans, values, device, self.on_host))
                 continue
             sent = [to_device(item.inputs[name], self.manager.pool.device) for item in group]
             piece = torch.cat(sent) if len(sent) > 1 else sent[0]

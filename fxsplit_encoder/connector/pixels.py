@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import logging
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -21,10 +20,8 @@ from torch import Tensor
 from fxsplit_encoder._torch.staging import to_device
 from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.media import MediaSettings, pixels_of
-from fxsplit_encoder.media.images import BICUBIC, ResizePlan
+from fxsplit_encoder.media.images import BICUBIC, OnHost, ResizePlan
 from fxsplit_encoder.towers.inputs import PixelValues
-
-logger = logging.getLogger(__name__)
 
 _WEIGHT_BITS = 22
 _MOST_AXES = 256
@@ -33,7 +30,11 @@ _ANY_SIZE = MediaSettings(max_bytes=1 << 40, max_pixels=1 << 40)
 
 
 def prepared_pixels(
-    sources: Sequence[Tensor], plans: Sequence[Any], values: PixelValues, device: torch.device
+    sources: Sequence[Tensor],
+    plans: Sequence[Any],
+    values: PixelValues,
+    device: torch.device,
+    on_host: OnHost,
 ) -> Tensor:
     """Prepare images on a device, without waiting for it unless files are decoded.
 
@@ -41,12 +42,13 @@ def prepared_pixels(
         sources: of each image its pixels (height, width, 3), or its JPEG file (bytes,); on the host.
         plans: `PIXEL_PLAN` of each image.
         values: of the model's normalization, on the device.
+        on_host: counts files that only the host can decode.
 
     Raises:
         InputError: there is no decoder.
         MediaError: a file cannot be decoded.
     """
-    decoded = iter(decode_jpegs([source for source in sources if source.ndim == 1], device))
+    decoded = iter(decode_jpegs([source for source in sources if source.ndim == 1], device, on_host))
     pieces = []
     for source, numbers in zip(sources, plans, strict=True):
         *plan, orientation = numbers.tolist()
@@ -76,7 +78,7 @@ def check_decoder(devices: Collection[torch.device]) -> None:
         raise InputError(f"on_device: decode takes torchvision and one GPU a process; got {got}; use resize")
 
 
-def decode_jpegs(files: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+def decode_jpegs(files: Sequence[Tensor], device: torch.device, on_host: OnHost) -> list[Tensor]:
     """Decode JPEG files, (bytes,) on the host, to pixels (height, width, 3) on a device; where that fails the
     host decodes. MediaError: neither can.
     """
@@ -90,18 +92,12 @@ def decode_jpegs(files: Sequence[Tensor], device: torch.device) -> list[Tensor]:
             made = io.decode_jpeg(list(files), mode=io.ImageReadMode.RGB, device=device)
     except RuntimeError as error:
         if len(files) > 1:
-            return [pixels for file in files for pixels in decode_jpegs([file], device)]
-        _warn(str(error).partition("\n")[0])
+            return [pixels for file in files for pixels in decode_jpegs([file], device, on_host)]
+        on_host.add(f"torchvision: {error}".partition("\n")[0])
         return [to_device(torch.from_numpy(pixels_of(files[0].numpy().tobytes(), _ANY_SIZE).copy()), device)]
     for pixels in made:
         pixels.record_stream(stream)
     return [pixels.permute(1, 2, 0) for pixels in made]
-
-
-@functools.lru_cache(16)
-def _warn(reason: str) -> None:
-    """Say why, once for each reason."""
-    logger.warning("on_device: decode: JPEG files are decoded by the host, as torchvision says: %s", reason)
 
 
 @functools.cache

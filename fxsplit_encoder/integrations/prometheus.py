@@ -236,6 +236,8 @@ class ServiceMetrics:
         self._rows = make("counter", f"{prefix}_rows", "Rows of embeddings.", (), ())
         text = "Items encoded together."
         self._batch = make("histogram", f"{prefix}_batch_images", text, (), _COUNTS)
+        text = "Images of which the host did more than on_device asks, by the reason."
+        self._on_host = make("counter", f"{prefix}_images_on_host", text, ("reason",), ())
         text = "Of a batch, to its results."
         self._seconds = make("histogram", f"{prefix}_encode_seconds", text, (), _SECONDS)
 
@@ -254,6 +256,10 @@ class ServiceMetrics:
     def add_refused(self) -> None:
         """Count an item that the tower refused."""
         self._items(1, outcome="refused")
+
+    def add_on_host(self, reason: str) -> None:
+        """Count an image of which the host did more than `on_device` asks."""
+        self._on_host(1, reason=reason)
 
     async def exposition(self) -> str:
         """All counts in Prometheus' text format."""

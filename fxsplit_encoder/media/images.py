@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,6 +25,8 @@ from fxsplit_encoder.media.sources import (
     name_of,
 )
 from fxsplit_encoder.messages import shown
+
+logger = logging.getLogger(__name__)
 
 # Pillow knows more; among them are some that start other programs.
 _WANTED = ("AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "MPO", "PNG", "PPM", "TIFF", "WEBP")
@@ -51,6 +55,24 @@ _TRAILER_BYTES = 256
 
 # An image that was opened and not decoded shares its file between all who hold it.
 _LOCKS = tuple(threading.Lock() for _ in range(64))
+
+
+class OnHost(Counter[str]):
+    """Images of which the host did more than `on_device` asks of it, by the reason."""
+
+    observe: Callable[[str], None] | None = None
+    """Is called with each reason too."""
+    _lock = threading.Lock()
+
+    def add(self, reason: str) -> None:
+        """Counts an image, from any thread; the first of each reason is a warning."""
+        with self._lock:
+            self[reason] += 1
+            is_first = self[reason] == 1
+        if is_first:
+            logger.warning("on_device: the host does more: %s", reason)
+        if self.observe is not None:
+            self.observe(reason)
 
 
 def measure_image(media: object, limits: MediaSettings) -> tuple[int, int]:

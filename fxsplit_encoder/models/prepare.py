@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import importlib
-import logging
 import math
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,11 +18,9 @@ from torch import Tensor
 
 from fxsplit_encoder.errors import InputError, MediaError
 from fxsplit_encoder.media import AnimatedImage, Frames, MediaSettings, load_image, measure_image
-from fxsplit_encoder.media.images import PIXEL_PLAN, ResizePlan, jpeg_orientation, opened_image
+from fxsplit_encoder.media.images import PIXEL_PLAN, OnHost, ResizePlan, jpeg_orientation, opened_image
 from fxsplit_encoder.media.sources import attempt
 from fxsplit_encoder.models.sampling import Sampling
-
-logger = logging.getLogger(__name__)
 
 # Of one's own files: Pillow's limit of pixels holds before this one.
 _LIMITS = MediaSettings(max_bytes=1 << 32, max_pixels=1 << 30)
@@ -175,8 +171,7 @@ class ImageSteps:
 
     def __init__(self, first: OnDevice) -> None:
         self._first = first
-        self.on_host: Counter[str] = Counter()
-        """Images of which the host did more, by the reason."""
+        self.on_host = OnHost()
 
     def image(
         self, preparation: Preparation, limits: MediaSettings, media: Any, loaded: Image.Image | None = None
@@ -193,19 +188,14 @@ class ImageSteps:
         plan = None if self._first == "normalize" else preparation.plan(*size)
         if plan is None:
             if self._first != "normalize":
-                self._count("the device cannot cut images as this model wants them")
+                self.on_host.add("the device cannot cut images as this model wants them")
             return preparation.image(load_image(media, limits) if loaded is None else loaded)
         if self._first == "decode" and isinstance(found, str):
-            self._count(f"the device does not decode {found}")
+            self.on_host.add(f"the device does not decode {found}")
         source = np.frombuffer(media, np.uint8) if loaded is None else np.asarray(loaded)
         numbers = torch.tensor([*plan, found if isinstance(found, int) else 1], device="cpu")
         raw = {"pixel_values": torch.from_numpy(source.copy()), PIXEL_PLAN: numbers}
         return preparation.image_sizes(*size).with_pixels(**raw)
-
-    def _count(self, reason: str) -> None:
-        self.on_host[reason] += 1
-        if self.on_host[reason] == 1:
-            logger.warning("on_device: %s: the host does more: %s", self._first, reason)
 
 
 HALF = Normalization((0.5,) * 3, (0.5,) * 3)

@@ -57,6 +57,7 @@ class Application:
     ) -> None:
         self.settings = settings
         self._preparer, self._backend, self._metrics = preparer, backend, metrics
+        preparer.steps.on_host.observe = metrics.add_on_host
         self._tokenizer = preparer.tokenizer  # loaded before the first request
         self.num_requests = self.pending_bytes = 0
         self.is_draining = False

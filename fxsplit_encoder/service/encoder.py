@@ -27,7 +27,7 @@ from fxsplit_encoder.connector.pixels import check_decoder, prepared_pixels
 from fxsplit_encoder.encode_queue.queue import EncodeQueue
 from fxsplit_encoder.errors import EncoderLostError, InputError, MediaError
 from fxsplit_encoder.media import MediaSettings
-from fxsplit_encoder.media.images import PIXEL_PLAN
+from fxsplit_encoder.media.images import PIXEL_PLAN, OnHost
 from fxsplit_encoder.models.checkpoint import Checkpoint
 from fxsplit_encoder.models.load import device_of, dtype_of, load_tower, read_family
 from fxsplit_encoder.models.media import pixel_table
@@ -144,7 +144,7 @@ def decoded(text: object) -> bytes:
 
 
 def upload(
-    images: Sequence[PreparedImage], values: PixelValues | None, device: torch.device
+    images: Sequence[PreparedImage], values: PixelValues | None, device: torch.device, on_host: OnHost
 ) -> dict[str, Tensor]:
     """The tower's `mm_kwargs` of some images: pixels on the device, grids and counts on the host."""
     made = {}
@@ -155,7 +155,7 @@ def upload(
             continue
         if values is not None and plans and first.dtype == np.uint8:
             sources = [torch.from_numpy(np.require(array, requirements="W")) for array in arrays]
-            made[name] = prepared_pixels(sources, plans, values, device)
+            made[name] = prepared_pixels(sources, plans, values, device, on_host)
             continue
         if first.dtype.kind == "i":
             made[name] = torch.from_numpy(np.concatenate(arrays))
@@ -222,7 +222,7 @@ class ImageEncoder:
             file = io.BytesIO()  # so that no request waits for a decoder, or for a kernel that is compiled
             Image.new("RGB", (8, 8)).save(file, "JPEG")
             probe = self.preparer.prepared_by(ImageSteps(self.settings.on_device), file.getvalue())
-            upload([probe], self.values, self.device)
+            upload([probe], self.values, self.device, OnHost())
         for report in self.manager.reports:
             logger.warning("%s: %s", self.settings.model, report)
 
@@ -264,7 +264,7 @@ class ImageEncoder:
             raise InputError(f"out of memory: {error}") from error
 
     def _encode_images(self, images: Sequence[PreparedImage]) -> Sequence[Tensor]:
-        rows = self.manager.execute(upload(images, self.values, self.device))
+        rows = self.manager.execute(upload(images, self.values, self.device, self.preparer.steps.on_host))
         assert len(rows) == len(images)
         if self._trims:
             rows = [each[: int(np.prod(i.layout["grid"]))] for each, i in zip(rows, images, strict=True)]

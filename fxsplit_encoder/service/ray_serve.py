@@ -90,6 +90,7 @@ class EncoderReplica(QueuedEncoder):
     def __init__(self, settings: ServiceSettings) -> None:
         self._metrics = RayMetrics()
         super().__init__(settings, observe=self._observe)
+        self.preparer.steps.on_host.observe = self._metrics.add_on_host
         self.wait_started()
 
     def _observe(self, embeddings: Sequence[Any], seconds: float) -> None:

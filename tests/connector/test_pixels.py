@@ -40,7 +40,7 @@ def preparation_of(name: str) -> Preparation:
 
 def on_device(steps: ImageSteps, preparation: Preparation, media: Any) -> torch.Tensor:
     inputs = steps.image(preparation, LIMITS, media).tensors
-    return prepared_pixels([inputs["pixel_values"]], [inputs[PIXEL_PLAN]], VALUES, CPU)
+    return prepared_pixels([inputs["pixel_values"]], [inputs[PIXEL_PLAN]], VALUES, CPU, steps.on_host)
 
 
 @pytest.mark.parametrize("name", CUT_BY_A_DEVICE)
@@ -54,7 +54,7 @@ def test_a_device_makes_what_the_processor_makes(name: str, width: int, height: 
     assert torch.equal(on_device(ImageSteps("resize"), preparation, image), expected.float())
 
 
-def as_pillow(files: Any, device: torch.device) -> list[torch.Tensor]:
+def as_pillow(files: Any, *_: object) -> list[torch.Tensor]:
     images = [Image.open(io.BytesIO(file.numpy().tobytes())).convert("RGB") for file in files]
     return [torch.from_numpy(np.array(image)) for image in images]
 

@@ -14,7 +14,7 @@ from PIL import Image
 
 from fxsplit_encoder.connector.pixels import decode_jpegs, prepared_pixels
 from fxsplit_encoder.media import MediaSettings, load_image
-from fxsplit_encoder.media.images import PIXEL_PLAN
+from fxsplit_encoder.media.images import PIXEL_PLAN, OnHost
 from fxsplit_encoder.models.prepare import HALF, ImageSteps, ProcessorSettings
 from fxsplit_encoder.models.registry import architecture
 from fxsplit_encoder.service.encoder import QueuedEncoder
@@ -52,9 +52,9 @@ def prepared(name: str, step: Any, media: list[Any], dtype: torch.dtype) -> tupl
     normalization = getattr(getattr(whole, "image_format", None), "normalization", HALF)
     values = PixelValues(normalization.values(), dtype, CUDA)
     sources, plans = ([each[key] for each in raw] for key in ("pixel_values", PIXEL_PLAN))
-    made = prepared_pixels(sources, plans, values, CUDA)
+    made = prepared_pixels(sources, plans, values, CUDA, OnHost())
     with no_synchronization() if step == "resize" else contextlib.nullcontext():
-        again = prepared_pixels(sources, plans, values, CUDA)
+        again = prepared_pixels(sources, plans, values, CUDA, OnHost())
     assert torch.equal(made, again)
     return torch.cat(expected).to(CUDA, dtype), made
 
@@ -86,8 +86,8 @@ def test_files_that_the_gpu_cannot_decode_are_decoded_by_the_host() -> None:
     good, buffer = encoded(photograph(64, 48), "JPEG"), io.BytesIO()
     photograph(64, 48).save(buffer, "PNG")
     files = [torch.frombuffer(bytearray(file), dtype=torch.uint8) for file in (good, buffer.getvalue())]
-    first, second = decode_jpegs(files, CUDA)
-    assert first.shape == second.shape == (48, 64, 3)
+    first, second = decode_jpegs(files, CUDA, on_host := OnHost())
+    assert first.shape == second.shape == (48, 64, 3) and on_host.total() == 1
     assert torch.equal(second.cpu(), torch.from_numpy(np.array(photograph(64, 48))))
 
 
@@ -98,7 +98,7 @@ def test_decoded_pixels_stay_until_a_busy_stream_has_read_them() -> None:
     found = []
     with torch.cuda.stream(torch.cuda.Stream()):
         for file in files:
-            (pixels,) = decode_jpegs([file], CUDA)
+            (pixels,) = decode_jpegs([file], CUDA, OnHost())
             torch.cuda._sleep(20_000_000)
             found.append(pixels.float().mean())
             del pixels

@@ -134,6 +134,7 @@ def test_other_towers_have_the_mean_of_their_rows(tmp_path: Path) -> None:
 
 def test_health_readiness_metrics_and_other_paths(running: Running) -> None:
     url = running.url
+    running.service.encoder.preparer.steps.on_host.add("PNG")
     assert running.embed(json={"input": "a cat"}).status_code == 200
     health = httpx.get(f"{url}/health").json()
     assert (health["status"], health["model"]) == ("ok", "tiny")
@@ -142,6 +143,7 @@ def test_health_readiness_metrics_and_other_paths(running: Running) -> None:
     text = httpx.get(f"{url}/metrics").text
     for name in (
         'encoder_service_requests_total{status="200"}',
+        'encoder_service_images_on_host_total{reason="PNG"} 1.0',
         "encoder_service_rows_total",
         "encoder_service_batch_images_bucket",
         "encoder_service_queue_waiting 0.0",
