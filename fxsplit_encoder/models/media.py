@@ -550,7 +550,7 @@ def family_processor(
     parts += [] if given.on_device == "normalize" else [given.on_device]
     described = canonical(parts, "settings")
     processor = TowerProcessor(tower, prepare, _fingerprint(described, hash_name), limits, hash_name, tables)
-    processor.steps = ImageSteps(given.on_device if "image" in tables else "normalize")
+    processor.steps = ImageSteps(given.on_device, normalizes="image" in tables)
     return processor
 
 

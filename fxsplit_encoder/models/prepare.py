@@ -167,10 +167,12 @@ class Normalization:
 
 
 class ImageSteps:
-    """Does for images what comes before the `first` step of a device, and what the device cannot do."""
+    """Does for images what comes before the `first` step of a device, and what the device cannot do: all
+    of it where it cannot normalize them.
+    """
 
-    def __init__(self, first: OnDevice) -> None:
-        self._first = first
+    def __init__(self, first: OnDevice, *, normalizes: bool = True) -> None:
+        self._first, self._normalizes = first, normalizes
         self.on_host = OnHost()
 
     def image(
@@ -185,10 +187,11 @@ class ImageSteps:
         if isinstance(found, str):
             loaded = load_image(media, limits) if loaded is None else loaded
         size = measure_image(media, limits) if loaded is None else loaded.size
-        plan = None if self._first == "normalize" else preparation.plan(*size)
+        is_left = self._first != "normalize" and self._normalizes
+        plan = preparation.plan(*size) if is_left else None
         if plan is None:
             if self._first != "normalize":
-                self.on_host.add("the device cannot cut images as this model wants them")
+                self.on_host.add("the device cannot normalize or cut images as this model wants them")
             return preparation.image(load_image(media, limits) if loaded is None else loaded)
         if self._first == "decode" and isinstance(found, str):
             self.on_host.add(f"the device does not decode {found}")

@@ -288,7 +288,8 @@ class UnpaddedCaptures:
                 measured=self._measured,
                 attention_ms=lambda size: self._attention_ms(rows_of(size)),
             )
-            newest.exact_may_win = False  # beside another process on the device any run would
+            # A run beside another process on the device takes so long that it seems to hide its host.
+            newest.exact_may_win = False
             self._last_use[newest] = self._clock
             self.generations.append(newest)
         return newest

@@ -90,7 +90,7 @@ class Preparer:
         """(channels, 256): what the encoder makes of each value of each channel of uint8; None: that is not
         what the model's processor does, whose floats are prepared."""
         self._preparation = whole if self.values is None else later
-        self.steps = ImageSteps("normalize" if self.values is None else settings.on_device)
+        self.steps = ImageSteps(settings.on_device, normalizes=self.values is not None)
 
     @cached_property
     def tokenizer(self) -> Tokenizer | None:

@@ -29,8 +29,7 @@ from ..service.photographs import encoded
 
 LIMITS = MediaSettings()
 VALUES = PixelValues(np.tile(np.arange(256, dtype=np.float32), (3, 1)), torch.float32, CPU)
-CUT_BY_A_DEVICE = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "glm4v"]
-CUT_BY_A_DEVICE += ["siglip", "clip_vision_model", "dinov2"]
+CUT_BY_A_DEVICE = "qwen2_vl qwen2_5_vl qwen3_vl qwen3_5 glm4v siglip clip_vision_model dinov2".split()
 
 
 def preparation_of(name: str) -> Preparation:
@@ -101,8 +100,9 @@ def test_files_that_the_device_does_not_decode_are_counted(
     assert [reason in record.message for record in caplog.records] == [True]
 
 
-def test_images_of_other_models_stay_with_the_host() -> None:
-    steps, preparation = ImageSteps("resize"), preparation_of("internvl")
+@pytest.mark.parametrize(("name", "normalizes"), [("internvl", True), ("siglip", False)])
+def test_images_of_other_models_stay_with_the_host(name: str, normalizes: bool) -> None:
+    steps, preparation = ImageSteps("resize", normalizes=normalizes), preparation_of(name)
     made = steps.image(preparation, LIMITS, noise(90, 60)).tensors
     assert torch.equal(made["pixel_values"], preparation.image(noise(90, 60)).tensors["pixel_values"])
     assert [*steps.on_host.values()] == [1]
