@@ -29,12 +29,7 @@ from fxsplit_encoder.planning.limits import CaptureKey, generate_budgets, inferr
 from fxsplit_encoder.planning.plan import CaptureSize, PathPlan
 from fxsplit_encoder.protocol import BudgetDeclaration
 from fxsplit_encoder.runtime.captured_program import CapturedProgram, Served
-from fxsplit_encoder.runtime.requests import (
-    CaptureScope,
-    check_replacements,
-    layouts_of,
-    request_of_program,
-)
+from fxsplit_encoder.runtime.requests import CaptureScope, check_replacements, layouts_of, request_of_program
 
 PATH = "default"
 """The only path of a graph, in plans and statistics."""

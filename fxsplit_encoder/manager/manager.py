@@ -35,11 +35,7 @@ from fxsplit_encoder.manager.tower import (
 )
 from fxsplit_encoder.planning.limits import needs_budget_range, resolve_limits
 from fxsplit_encoder.planning.plan import Item, Plan, PlannedBatch
-from fxsplit_encoder.protocol import (
-    BudgetGraphMetadata,
-    SupportsEncoderCudaGraph,
-    missing_methods,
-)
+from fxsplit_encoder.protocol import BudgetGraphMetadata, SupportsEncoderCudaGraph, missing_methods
 from fxsplit_encoder.runtime.captured_program import Choosers
 from fxsplit_encoder.runtime.statistics import ManagerStats, Statistics
 

@@ -47,12 +47,7 @@ from fxsplit_encoder.planning.plan import PathPlan
 from fxsplit_encoder.protocol import BudgetGraphMetadata
 from fxsplit_encoder.runtime.captured_program import CapturedProgram
 from fxsplit_encoder.runtime.measure import measure_forward
-from fxsplit_encoder.runtime.requests import (
-    CaptureScope,
-    check_replacements,
-    layouts_of,
-    request_of_program,
-)
+from fxsplit_encoder.runtime.requests import CaptureScope, check_replacements, layouts_of, request_of_program
 
 if TYPE_CHECKING:
     from fxsplit_encoder.compile.program import BoundProgram, NamedRegion

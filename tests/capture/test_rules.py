@@ -23,11 +23,7 @@ from fxsplit_encoder.capture.ladder import BudgetLadder
 from fxsplit_encoder.capture.parameters import StaticParameters
 from fxsplit_encoder.capture.pool import GraphPool
 from fxsplit_encoder.compile.program import Ref
-from fxsplit_encoder.errors import (
-    InputError,
-    ReplayError,
-    WeightsMovedError,
-)
+from fxsplit_encoder.errors import InputError, ReplayError, WeightsMovedError
 from fxsplit_encoder.kernels.attention import builtin, varlen_attention
 from fxsplit_encoder.manager import path as path_module
 

@@ -17,12 +17,7 @@ from fxsplit_encoder.kernels.attention import KERNELS, KernelChooser, KnownSegme
 from fxsplit_encoder.kernels.attention.chooser import choosing, invariant_names
 from fxsplit_encoder.kernels.attention.op import attend
 from fxsplit_encoder.kernels.choice import measuring
-from fxsplit_encoder.kernels.products.fixed import (
-    GELU_TANH,
-    NOTHING,
-    fixed_linear,
-    library_product,
-)
+from fxsplit_encoder.kernels.products.fixed import GELU_TANH, NOTHING, fixed_linear, library_product
 from fxsplit_encoder.models.random import demo_tower
 from fxsplit_encoder.models.registry import architecture
 from tests.manager.packings import differing, packed_items, packings, tile_items

@@ -33,12 +33,7 @@ from fxsplit_encoder.errors import InputError
 from fxsplit_encoder.manager import background as background_module
 from fxsplit_encoder.manager import compile_process
 from fxsplit_encoder.manager.background import BackgroundCapture
-from fxsplit_encoder.manager.compile_process import (
-    REQUEST,
-    CompileRequest,
-    CompileWorker,
-    dump_tower,
-)
+from fxsplit_encoder.manager.compile_process import REQUEST, CompileRequest, CompileWorker, dump_tower
 from fxsplit_encoder.manager.generation import Generation, first_of
 from fxsplit_encoder.manager.path import EncoderPath
 from fxsplit_encoder.manager.turns import Turns

@@ -18,12 +18,7 @@ from PIL import Image
 from fxsplit_encoder.connector.interfaces import PIXEL_TABLE, MediaItem
 from fxsplit_encoder.errors import MediaError
 from fxsplit_encoder.media import MediaSettings, VideoFrames, VideoHeader
-from fxsplit_encoder.models.media import (
-    TowerProcessor,
-    family_processor,
-    pixel_table,
-    tiles_processor,
-)
+from fxsplit_encoder.models.media import TowerProcessor, family_processor, pixel_table, tiles_processor
 from fxsplit_encoder.models.prepare import ProcessorSettings
 from fxsplit_encoder.models.registry import FAMILIES
 from fxsplit_encoder.models.sampling import frame_seconds

@@ -27,12 +27,7 @@ from fxsplit_encoder.models.patches import (
     BlockPatches,
     video_frame_size,
 )
-from fxsplit_encoder.models.prepare import (
-    EncoderInputs,
-    ProcessorSettings,
-    find_files,
-    unique_keys,
-)
+from fxsplit_encoder.models.prepare import EncoderInputs, ProcessorSettings, find_files, unique_keys
 from fxsplit_encoder.models.prepare import load_inputs as load_prepared
 from fxsplit_encoder.models.registry import FAMILIES
 from fxsplit_encoder.models.sampling import (

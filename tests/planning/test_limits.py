@@ -7,12 +7,7 @@ from hypothesis import strategies as st
 
 from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.errors import ConfigError, InputError
-from fxsplit_encoder.planning.limits import (
-    Limits,
-    default_budgets,
-    generate_budgets,
-    resolve_limits,
-)
+from fxsplit_encoder.planning.limits import Limits, default_budgets, generate_budgets, resolve_limits
 from fxsplit_encoder.protocol import EncoderCudaGraphConfig, EncoderCudaGraphPathConfig
 
 PATHS = {"global": EncoderCudaGraphPathConfig(272), "local": EncoderCudaGraphPathConfig(100, True)}

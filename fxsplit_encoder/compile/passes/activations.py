@@ -12,11 +12,7 @@ from torch import Tensor, fx
 
 from fxsplit_encoder._torch.dispatch import addmm_activation, define_op
 from fxsplit_encoder.compile.passes.layers import Linear, are_same_rows, layer_before
-from fxsplit_encoder.compile.rewriting import (
-    at_every_node,
-    derived_parameter,
-    replace_by_call,
-)
+from fxsplit_encoder.compile.rewriting import at_every_node, derived_parameter, replace_by_call
 from fxsplit_encoder.compile.sizes import shape_exprs
 from fxsplit_encoder.kernels.products.measured import interleaved, linear
 

@@ -18,12 +18,7 @@ from fxsplit_encoder.kernels import compile_jobs
 from fxsplit_encoder.kernels.choice import Chooser, KernelMeasurements
 from fxsplit_encoder.kernels.meter import Measured
 from fxsplit_encoder.kernels.products import measured
-from fxsplit_encoder.kernels.products.measured import (
-    KERNELS,
-    ProductMeter,
-    ProductShape,
-    linear,
-)
+from fxsplit_encoder.kernels.products.measured import KERNELS, ProductMeter, ProductShape, linear
 
 CUDA = torch.device("cuda", 0)
 MODULE = "fxsplit_encoder.kernels.compile_jobs_process"
