@@ -237,9 +237,13 @@ class CapturedProgram(ABC):
     def costs(self) -> PathCosts:
         """The measured costs, or an order of preference where nothing was measured."""
         compiled = self.region is not None
-        costs = self.measured.with_captures(self.ladder, self.segment_capacity, compiled=compiled)
+        segments, tokens = (
+            {budget: most for budget, most in each.items() if budget in self.captured}
+            for each in (self.segment_capacity, self.token_capacity)
+        )
+        costs = self.measured.with_captures(self.ladder, segments, compiled=compiled)
         not_needed = frozenset(self.ladder.no_graph_needed)
-        return replace(costs, max_tokens=self.token_capacity, not_needed=not_needed)
+        return replace(costs, max_tokens=tokens, not_needed=not_needed)
 
     def expect(self, known: KnownCosts) -> None:
         """Uses measurements of another process on a device of the same kind; `clear` keeps them."""

@@ -105,6 +105,8 @@ def kernels_of(call: Callable[[], object]) -> list[str]:
 
 @pytest.mark.alone
 def test_measuring_finds_times_of_all_that_are_there_and_keeps_them(tmp_path: Path) -> None:
+    pytest.importorskip("quack")  # alone, cuBLAS is not measured
+
     def measurements() -> KernelMeasurements[ProductShape, ProductKernel]:
         return KernelMeasurements(ProductShape, KERNELS, ProductMeter(), partial(kept, directory=tmp_path))
 
