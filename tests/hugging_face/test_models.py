@@ -138,6 +138,16 @@ def test_positions_are_interpolated_where_that_is_asked_for(checkpoint: Callable
     assert fx.stats(model).hits == 1
 
 
+@torch.no_grad()
+def test_an_image_may_have_rows_in_eagers_strides(checkpoint: Callable[[str], Path]) -> None:
+    """Those of Step's tower are a transposed view, where no replay has copied them."""
+    tiny = MODELS["step-3.7"]
+    model, reference = (tiny.load(checkpoint("step-3.7")) for _ in range(2))
+    fx.accelerate(model, config_of(tiny).replace(mode="none"))
+    inputs = tiny.image_inputs(tiny.images[:1])
+    assert_close(tiny.features(model, inputs), tiny.features(reference, inputs))
+
+
 @pytest.mark.slow
 @torch.no_grad()
 def test_captures_of_one_size_outlive_those_of_another(tmp_path: Path) -> None:
