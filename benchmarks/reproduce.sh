@@ -26,6 +26,7 @@ jobs=("readme encoder --readme")
     "kernels encoder $tiles --variants ours-auto compile-reduce-overhead --kernels --shared-cache"
     "accelerate accelerate"
     "backend backend --sizes one"
+    "embedding backend --embedding"
     "accelerate_adapters accelerate --adapters"
     "start start"
     "encoder encoder --shared-cache"

@@ -41,7 +41,7 @@ _ATTENTION_PACKAGES = (
     "torch-c-dlpack-ext",
     "vllm",
 )
-_FASTER_ATTENTION = "flash-attn-4"
+_PACKAGES, _FASTER_ATTENTION = "attention packages", "flash-attn-4"
 _CACHES = ("TORCHINDUCTOR", "TRITON", "FLASH_ATTENTION_CUTE_DSL")
 _DIGITS = 5
 
@@ -64,7 +64,7 @@ def new_result(case: str) -> Result:
         "cuda": torch.version.cuda,
         "torch": torch.__version__,
         "transformers": transformers.__version__,
-        "attention packages": _attention_packages(),
+        _PACKAGES: _attention_packages(),
         "python": platform.python_version(),
         "commit": os.environ.get("FXSPLIT_COMMIT") or commit,
         "settings": {},
@@ -115,13 +115,14 @@ def described(result: Mapping[str, Any], *more: str, rows: Iterable[Mapping[str,
 
     Args:
         more: what they are of.
-        rows: those that are shown, where a merged result has rows of several commits.
+        rows: those that are shown, where a merged result has rows of several runs.
     """
-    attention = result["attention packages"].get(_FASTER_ATTENTION)
-    versions = f"torch {result['torch']}" + (f", {_FASTER_ATTENTION} {attention}" if attention else "")
-    commits = dict.fromkeys(row.get("commit", result["commit"]) for row in rows) or [result["commit"]]
-    shown = " and ".join((commit or "unknown")[:9] for commit in commits)
-    return ", ".join([result["gpu"] or "CPU", *more, versions, f"commit {shown}"])
+    runs = [{**result, **row} for row in rows] or [result]
+    commits = dict.fromkeys((run["commit"] or "unknown")[:9] for run in runs)
+    attention = dict.fromkeys(run[_PACKAGES].get(_FASTER_ATTENTION) for run in runs)
+    kernels = [f"{_FASTER_ATTENTION} {version}" if version else "torch's attention" for version in attention]
+    versions = [f"torch {result['torch']}", *([" and ".join(kernels)] if any(attention) else [])]
+    return ", ".join([result["gpu"] or "CPU", *more, *versions, f"commit {' and '.join(commits)}"])
 
 
 def store(path: Path | None, result: Mapping[str, Any]) -> None:
@@ -153,7 +154,7 @@ def load(path: Path) -> Result:
 
 def merge(parts: Sequence[Result]) -> Result:
     """The results of several runs of a case as one; of rows that several have, those of the last run with
-    all of them or with three, which are enough to compare. Rows keep the commit that they were measured at.
+    all of them or with three, which are enough to compare. Rows keep the commit, and the packages, of theirs.
 
     Raises:
         ValueError: they are of another case, from other kinds of machine, versions or settings.
@@ -164,10 +165,12 @@ def merge(parts: Sequence[Result]) -> Result:
         raise ValueError(
             f"results of {first['case']} are of one run; those of {', '.join(KEYS)} can be merged"
         )
+    # Where all that is compared is of one run, runs may have other kernels.
+    own = ["commit"] if "variant" in key else ["commit", _PACKAGES]
     differing = {
         name
         for part in parts
-        for name in {*first, *part} - {"commit", "rows"}
+        for name in {*first, *part} - {*own, "rows"}
         if first.get(name) != part.get(name)
     }
     if differing:
@@ -176,14 +179,14 @@ def merge(parts: Sequence[Result]) -> Result:
     for part in parts:
         of_part: dict[tuple[Any, ...], list[Row]] = {}
         for row in part["rows"]:
-            of_part.setdefault(tuple(map(row.get, key)), []).append({"commit": part["commit"], **row})
+            of_part.setdefault(tuple(map(row.get, key)), []).append({**{n: part[n] for n in own}, **row})
         found |= {k: rows for k, rows in of_part.items() if len(rows) >= min(3, len(found.get(k, ())))}
     merged = list(itertools.chain.from_iterable(found.values()))
-    commits = {row["commit"] for row in merged}
-    if len(commits) == 1:
-        for row in merged:
-            del row["commit"]
-    return {**first, "commit": commits.pop() if len(commits) == 1 else parts[-1]["commit"], "rows": merged}
+    of_all = {**first, **{name: parts[-1][name] for name in own}}
+    for name in own:
+        if all(row[name] == merged[0][name] for row in merged):
+            of_all[name] = [row.pop(name) for row in merged][-1]
+    return {**of_all, "rows": merged}
 
 
 def one_line(error: Exception) -> str:

@@ -595,6 +595,7 @@ TABLES: Mapping[str, Callable[..., str]] = {
     "passes": passes,
     "host": host,
     "backend": backend,
+    "embedding": embedding,
     **dict.fromkeys(("accelerate", "accelerate_adapters"), accelerate),
     **dict.fromkeys(("start", "start_slow_host"), start),
     **dict.fromkeys(("connector", "connector_slices", "connector_own_gpu"), connector),

@@ -137,8 +137,7 @@ class CapturedProgram(ABC):
 
     def _request_of_count(self, tokens: int, shared: SharedBuffers) -> CaptureRequest:
         request = self.request(tokens, shared)
-        body = request.body
-        if self.padding_refused and isinstance(body, ProgramBody):
+        if self.padding_refused and isinstance(body := request.body, ProgramBody):
             # Of rows that may depend on one another, a single one is not the first of two.
             if not body.program.accepts(body.bindings.symbols):
                 raise CaptureError(f"the trace does not hold for {tokens} tokens, which are a single row")
@@ -237,13 +236,9 @@ class CapturedProgram(ABC):
     def costs(self) -> PathCosts:
         """The measured costs, or an order of preference where nothing was measured."""
         compiled = self.region is not None
-        segments, tokens = (
-            {budget: most for budget, most in each.items() if budget in self.captured}
-            for each in (self.segment_capacity, self.token_capacity)
-        )
-        costs = self.measured.with_captures(self.ladder, segments, compiled=compiled)
+        costs = self.measured.with_captures(self.ladder, self.segment_capacity, compiled=compiled)
         not_needed = frozenset(self.ladder.no_graph_needed)
-        return replace(costs, max_tokens=tokens, not_needed=not_needed)
+        return replace(costs, max_tokens=self.token_capacity, not_needed=not_needed)
 
     def expect(self, known: KnownCosts) -> None:
         """Uses measurements of another process on a device of the same kind; `clear` keeps them."""

@@ -87,6 +87,7 @@ class MeasuredForward:
     ) -> PathCosts:
         """Returns the costs with captures, or an order of preference where nothing was measured."""
         budgets = sorted(ladder.captured)
+        max_segments = {b: max_segments[b] for b in budgets if b in max_segments}
         measured = ladder.costs
         if not measured:
             return PathCosts.unmeasured(budgets, max_segments)

@@ -11,7 +11,7 @@ import pytest
 import tables
 from bench import parse
 from features import read_features
-from storage import RESULTS, Result, load, merge, store
+from storage import RESULTS, Result, described, load, merge, store
 
 from .conftest import TOWER
 
@@ -192,6 +192,13 @@ def test_what_is_compared_stays_of_one_run(result: Result) -> None:
     assert merge([whole, part])["rows"] == merge([part, whole])["rows"] == both
     again = {**whole, "rows": [{**row, "p50": 3.0} for row in both]}
     assert [row["p50"] for row in merge([whole, again])["rows"]] == [3.0, 3.0]
+    packages: dict[str, Any] = {"attention packages": {"flash-attn-4": "1.0"}}
+    other = {**whole, **packages, "rows": [{**row, "batch": 8} for row in both]}
+    merged = merge([other, whole])
+    assert merged["rows"] == [{**row, **packages} for row in other["rows"]] + [
+        {**row, "attention packages": {}} for row in both
+    ]
+    assert "flash-attn-4 1.0 and torch's attention" in described(merged, rows=merged["rows"])
 
 
 def test_parts_of_a_run_are_merged_and_keep_their_commits(result: Result) -> None:
