@@ -192,7 +192,7 @@ def test_what_is_compared_stays_of_one_run(result: Result) -> None:
     assert merge([whole, part])["rows"] == merge([part, whole])["rows"] == both
     again = {**whole, "rows": [{**row, "p50": 3.0} for row in both]}
     assert [row["p50"] for row in merge([whole, again])["rows"]] == [3.0, 3.0]
-    packages: dict[str, Any] = {"attention packages": {"flash-attn-4": "1.0"}}
+    packages: Result = {"attention packages": {"flash-attn-4": "1.0"}}
     other = {**whole, **packages, "rows": [{**row, "batch": 8} for row in both]}
     merged = merge([other, whole])
     assert merged["rows"] == [{**row, **packages} for row in other["rows"]] + [
