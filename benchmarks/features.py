@@ -63,13 +63,20 @@ class Feature(NamedTuple):
 
 
 def read_features(path: Path = LEDGER) -> list[Feature]:
-    """All rows of the ledger."""
+    """All rows of the ledger but those of what left."""
     kinds = tomllib.loads(path.read_text(encoding="utf-8"))
     return [
         Feature(kind, name, row.get("for", ""), row.get("user", ""), row.get("result", {}))
         for kind, rows in kinds.items()
+        if kind != "lost"
         for name, row in rows.items()
     ]
+
+
+def read_lost(path: Path = LEDGER) -> Mapping[str, str]:
+    """What was tried and is not in the package, and what was found."""
+    lost: Mapping[str, str] = tomllib.loads(path.read_text(encoding="utf-8"))["lost"]
+    return lost
 
 
 def problems(

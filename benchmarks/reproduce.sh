@@ -25,7 +25,7 @@ jobs=("readme encoder --readme")
     "host host"
     "kernels encoder $tiles --variants ours-auto compile-reduce-overhead --kernels --shared-cache"
     "accelerate accelerate"
-    "backend backend --sizes one"
+    "backend backend"
     "embedding backend --embedding"
     "accelerate_adapters accelerate --adapters"
     "start start"

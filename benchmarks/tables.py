@@ -13,7 +13,6 @@ touched but the README's claim. A test fails where a table is not what is stored
 from __future__ import annotations
 
 import argparse
-import itertools
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -452,30 +451,25 @@ def accelerate(result: Result) -> str:
 
 
 def backend(result: Result) -> str:
-    """A line for each model: this backend's time over that of the faster of torch's modes, both compiled for
-    each batch size (`dynamic=False`) or both as `torch.compile` does by default; its error over eager's.
+    """A line for each model: this backend's time over that of the faster of torch's modes, and its error over
+    eager's.
     """
     rows = [row for row in result["rows"] if "p50" in row]
     batches = sorted({row["batch"] for row in rows})
-    kinds = {"one": "", "any": ", any size"}
-    shown_sizes = [
-        sizes for sizes in kinds if any((r["way"], r["sizes"]) == ("encoder_cg", sizes) for r in rows)
-    ]
     lines = []
     for name, its_rows in sorted(_grouped(rows, "model").items()):
-        found = {(row["way"], row["sizes"], row["batch"]): row for row in its_rows}
         line: list[Any] = [name]
-        for sizes, batch in itertools.product(shown_sizes, batches):
+        errors = []
+        for batch in batches:
+            found = {row["way"]: row for row in its_rows if row["batch"] == batch}
             modes = ("reduce-overhead", "max-autotune")
-            times = [found[way, sizes, batch]["p50"] for way in modes if (way, sizes, batch) in found]
-            ours = found.get(("encoder_cg", sizes, batch), {}).get("p50")
-            line.append(_ratio(ours, min(times, default=None)))
-        plain = {batch: found.get(("eager", "any", batch), {}).get("error") or None for batch in batches}
-        errors = [_ratio(r["error"], plain[r["batch"]]) for r in its_rows if r["way"] == "encoder_cg"]
+            times = [found[way]["p50"] for way in modes if way in found]
+            ours, plain = found.get("encoder_cg", {}), found.get("eager", {})
+            line.append(_ratio(ours.get("p50"), min(times, default=None)))
+            errors.append(_ratio(ours.get("error"), plain.get("error") or None))
         lines.append([*line, max(filter(None, errors), default=None)])
     failures = [f"{row['model']}: {row['failure']}" for row in result["rows"] if "failure" in row]
-    columns = [f"batch {batch}{kinds[sizes]}" for sizes in shown_sizes for batch in batches]
-    table = formatted(["model", *columns, "error"], lines)
+    table = formatted(["model", *(f"batch {batch}" for batch in batches), "error"], lines)
     return _told(result, "\n\n".join([table, *failures]), "Ratios of medians.", rows=rows)
 
 
@@ -562,7 +556,9 @@ def vllm_serving(result: Result) -> str:
 
 
 def feature_rows(kind: str) -> str:
-    """The features of a kind with what they gain."""
+    """The features of a kind with what they gain; of the kind `lost` what was tried."""
+    if kind == "lost":
+        return formatted(["tried", "found"], [*features.read_lost().items()])
     lines = []
     for feature in features.read_features():
         if feature.kind != kind:

@@ -8,8 +8,7 @@ images of random pixels. Milliseconds, medians of calls in turn, wall time to th
 ("p50"), and that which a call keeps the CPU ("host"):
 
 * "eager": without `torch.compile`; "reduce-overhead" and "max-autotune": those modes; "encoder_cg": this
-  backend. `--sizes one` compiles each way for each batch size, with `dynamic=False`; `--sizes any` compiles
-  it as `torch.compile` does by default, where batches above 1 share a graph of symbolic sizes.
+  backend. Each is compiled for each batch size, with `dynamic=False`.
 * "error" of a way: relative root mean square against the model in float32. "floor" of a batch: milliseconds
   that its products, convolutions and attention take at the rate of a large matrix product, timed beside it.
 
@@ -62,7 +61,6 @@ EMBEDDING = (
     "timm/vit_so400m_patch14_siglip_384 timm/vit_large_patch14_clip_336 timm/vit_large_patch14_dinov2 "
     "timm/vit_large_patch16_dinov3 transformers/InternVLVision"
 ).split()
-Way = tuple[str, str]
 MODES = ("reduce-overhead", "max-autotune")
 TINY: dict[str, dict[str, Any]] = {
     "ViT": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48},
@@ -79,7 +77,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--models", nargs="+", default=names, metavar="NAME")
     parser.add_argument("--embedding", action="store_true", help="what the table of embedding towers needs")
     parser.add_argument("--modes", nargs="*", choices=MODES, default=list(MODES))
-    parser.add_argument("--sizes", nargs="+", choices=("one", "any"), default=["one", "any"])
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 32])
     parser.add_argument("--jobs", type=int, default=6, help="models that compile at once on a GPU")
     parser.add_argument("--compile-seconds", type=float, default=1200)
@@ -117,8 +114,8 @@ def rows_of(name: str, options: argparse.Namespace, ready: Any, go: Any, turn: A
     signal.setitimer(signal.ITIMER_REAL, options.compile_seconds, _SECONDS_TO_NEXT)
     torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = _RECOMPILATIONS
     device = options.device
-    calls: dict[tuple[Way, int], Callable[[], Tensor]] = {}
-    rows: dict[tuple[Way, int], Row] = {}
+    calls: dict[tuple[str, int], Callable[[], Tensor]] = {}
+    rows: dict[tuple[str, int], Row] = {}
     with torch.no_grad():  # parameters made in inference mode have no versions
         model, side = make(name, options.tiny)
         model.to(device)
@@ -127,21 +124,18 @@ def rows_of(name: str, options: argparse.Namespace, ready: Any, go: Any, turn: A
         dtype = torch.float32 if options.tiny else torch.bfloat16
         model = make(name, options.tiny)[0].to(device, dtype)  # a new one: some keep tensors of their calls
         pixels = {n: each.to(dtype) for n, each in pixels.items()}
-        names = ["encoder_cg", *(() if options.tiny else options.modes)]
-        ways = [("eager", "any"), *((way, sizes) for way in names for sizes in options.sizes)]
-        compiled: dict[Way, Any] = {("eager", "any"): model}
-        for (way, sizes), n in itertools.product(ways, options.batches):
+        ways = ["eager", "encoder_cg", *(() if options.tiny else options.modes)]
+        for way, n in itertools.product(ways, options.batches):
             begin = time.monotonic()
-            row: Row = {"model": name, "batch": n, "way": way, "sizes": sizes}
+            row: Row = {"model": name, "batch": n, "way": way}
             with failing(row):  # which the other ways need not share
-                if sizes == "one" or (way, sizes) not in compiled:
-                    compiled[way, sizes] = compiled_by(way, sizes, copy.deepcopy(model))
-                call = functools.partial(output_of, compiled[way, sizes], pixels[n])
+                compiled = model if way == "eager" else compiled_by(way, copy.deepcopy(model))
+                call = functools.partial(output_of, compiled, pixels[n])
                 for _ in range(_WARMUPS):
                     made = call()
                 error = relative_error(made.float(), expected[n])
-                rows[(way, sizes), n] = {**row, "warm-up s": time.monotonic() - begin, "error": error}
-                calls[(way, sizes), n] = call
+                rows[way, n] = {**row, "warm-up s": time.monotonic() - begin, "error": error}
+                calls[way, n] = call
             if time.monotonic() > end:
                 break
             if "failure" in row:
@@ -154,17 +148,16 @@ def rows_of(name: str, options: argparse.Namespace, ready: Any, go: Any, turn: A
 
 
 def timed_rows(
-    calls: Mapping[tuple[Way, int], Callable[[], Tensor]],
-    rows: Mapping[tuple[Way, int], Row],
+    calls: Mapping[tuple[str, int], Callable[[], Tensor]],
+    rows: Mapping[tuple[str, int], Row],
     options: argparse.Namespace,
     rate: float,
 ) -> Iterator[Row]:
     """Times what was compiled, batch by batch, and compares with `rate`, in operations a second."""
-    plain = ("eager", "any")
     for n in options.batches:
         of_batch = {way: call for (way, batch), call in calls.items() if batch == n}
-        if plain in of_batch:
-            rows[plain, n]["floor"] = count_flops(of_batch[plain]) / rate * 1e3
+        if "eager" in of_batch:
+            rows["eager", n]["floor"] = count_flops(of_batch["eager"]) / rate * 1e3
         for way, times in in_turns(of_batch, 2 if options.tiny else _SAMPLES, 3).items():
             walls, hosts = zip(*times, strict=True)
             yield {**rows[way, n], "p50": statistics.median(walls), "host": statistics.median(hosts)}
@@ -178,17 +171,17 @@ def _stop(_: int, frame: FrameType | None) -> None:
         raise TimeoutError("compiling took too long")
 
 
-def compiled_by(way: str, sizes: str, model: nn.Module) -> Any:
+def compiled_by(way: str, model: nn.Module) -> Any:
     """A model by this backend or by one of torch's modes."""
     chosen: Any = {"backend": way} if way == "encoder_cg" else {"mode": way}
-    return torch.compile(model, dynamic=False if sizes == "one" else None, **chosen)
+    return torch.compile(model, dynamic=False, **chosen)
 
 
 def run(arguments: argparse.Namespace, record: Record) -> None:
     if arguments.tiny:
         arguments.models, arguments.batches = [f"transformers/{name}" for name in TINY], [1, 2]
     elif arguments.embedding:
-        arguments.models, arguments.batches, arguments.sizes = EMBEDDING, [1, 8, 64, 256], ["one"]
+        arguments.models, arguments.batches = EMBEDDING, [1, 8, 64, 256]
     gpus: list[str | None] = [*visible_gpus()] or [None]
     context = multiprocessing.get_context("spawn")
 
