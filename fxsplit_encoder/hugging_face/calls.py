@@ -431,7 +431,7 @@ class DenseCalls(Calls):
         def make(call: Call, items: Sequence[Tensor]) -> Made:
             rows = items[0] if len(items) == 1 else torch.cat(list(items))
             count = call.inputs[pixels].shape[0]
-            parts = rows.reshape(count, -1)[:, :end].split_with_sizes(sizes, dim=1)
+            parts = rows.view(count, -1)[:, :end].split_with_sizes(sizes, dim=1)
             made = zip(names, parts, shapes, strict=True)
             own = {name: part.reshape(count, *shape).contiguous() for name, part, shape in made}
             layers: Made = {n: own.pop((STATES, n)) for n in self.layers if (STATES, n) in own}

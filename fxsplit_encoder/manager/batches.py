@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fxsplit_encoder.capture.forward import measure_ms
@@ -124,7 +125,8 @@ class BatchRunner:
         results: dict[int, Tensor],
         selected: dict[str, Any],
     ) -> None:
-        """Copies items out of the captures (capture rule 7), so that a cached image keeps no batch alive."""
+        """Copies items out of the captures (capture rule 7), so that a cached image keeps no batch alive; each
+        is contiguous, whatever the strides of eager's rows, as it is after a replay."""
         indices = list(batch.indices)
         self._postprocess(outputs, indices, tokens, results, clone=False, batch_mm_kwargs=selected)
         storages = []
@@ -132,4 +134,4 @@ class BatchRunner:
             storages.append(output.untyped_storage().data_ptr())
         for index in indices:
             if (item := results[index]).untyped_storage().data_ptr() in storages:
-                results[index] = item.clone()
+                results[index] = item.clone(memory_format=torch.contiguous_format)
