@@ -157,21 +157,6 @@ def test_ratios_are_of_the_medians(result: Result) -> None:
     assert dict(zip(header, second, strict=True))["graph-exact / ours"] == "-"  # it failed
 
 
-def test_the_products_that_were_chosen_show() -> None:
-    row = {"layer": "fc2", "rows": 196, "chosen": False, "error": 0.00225}
-    rows = [
-        {**row, "kernel": "cublas", "us": 10.84},
-        {**row, "kernel": "cublaslt_3", "us": 8.16, "error": 0.00231, "chosen": True},
-        {**row, "kernel": "quack_256x128", "failure": "RuntimeError: no tile"},
-        {**row, "kernel": "cublas", "rows": 784, "us": 16.6, "chosen": True},
-    ]
-    table = tables.products({**load(RESULTS / "attention.json"), "rows": rows})
-    assert cells(table)[1:] == [
-        ["fc2", "196", "10.8", "`cublaslt_3` 8.2", "0.00231"],
-        ["fc2", "784", "16.6", "`cublas` 16.6", "0.00225"],
-    ]
-
-
 # --- files
 
 
