@@ -70,6 +70,7 @@ class ProcessedTiles(Preparation):
 
     def image(self, image: Image.Image) -> Prepared:
         """Returns as many tiles as the processor makes."""
+        self.image_sizes(*image.size)  # before the processor, which does not refuse what is too elongated
         tiles = processed(self.processor, image, **self.options)["pixel_values"].flatten(0, -4)
         return tile_sizes(tiles.shape[0]).with_pixels(pixel_values=tiles)
 
