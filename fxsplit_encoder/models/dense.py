@@ -36,10 +36,9 @@ from fxsplit_encoder.models.prepare import (
     Preparation,
     Prepared,
     ProcessorSettings,
-    check_enlarged,
     processed,
 )
-from fxsplit_encoder.models.tiles import ProcessedTiles, tile_side, tile_sizes
+from fxsplit_encoder.models.tiles import ProcessedTiles, check_enlarged, tile_side, tile_sizes
 from fxsplit_encoder.towers import DenseTowerSpec
 from fxsplit_encoder.towers.dense import Siglip2Tower, siglip2_tiles
 

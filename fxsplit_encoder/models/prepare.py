@@ -25,9 +25,6 @@ from fxsplit_encoder.models.sampling import Sampling
 # Of one's own files: Pillow's limit of pixels holds before this one.
 _LIMITS = MediaSettings(max_bytes=1 << 32, max_pixels=1 << 30)
 
-# Of an image before it is cut: a strip of few pixels would become any number.
-_MOST_ENLARGED = 1 << 26
-
 # With these a processor leaves pixels as they are.
 _LATER = {"do_rescale": False, "do_normalize": False}
 
@@ -209,15 +206,6 @@ CLIP = Normalization((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.2613025
 IMAGENET = Normalization((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 
 
-def check_enlarged(width: int, height: int) -> None:
-    """Raises MediaError for an image so elongated that it becomes too many pixels before it is cut."""
-    if width * height > _MOST_ENLARGED:
-        raise MediaError(
-            f"it is too elongated: resized to {width} x {height} before it is cut; expected at most "
-            f"{_MOST_ENLARGED} pixels then; crop it"
-        )
-
-
 def processed(processor: Any, image: Image.Image, **options: Any) -> Any:
     """Processes an image by a transformers image processor, on the CPU."""
     with torch.device("cpu"):
@@ -312,10 +300,10 @@ def unique_keys(paths: Sequence[Path]) -> list[str]:
     keys: dict[str, None] = {}
     for path in paths:
         number = 1
-        key = path.name
+        name = key = path.name.encode("utf-8", "replace").decode()  # of other bytes a key cannot be
         while key in keys:
             number += 1
-            key = f"{path.name}#{number}"
+            key = f"{name}#{number}"
         keys[key] = None
     return list(keys)
 

@@ -11,7 +11,8 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from fxsplit_encoder.media import Frames
+from fxsplit_encoder.errors import MediaError
+from fxsplit_encoder.media import Frames, MediaSettings
 from fxsplit_encoder.media.images import bicubic
 from fxsplit_encoder.models.eager import PIXELS, Inputs, joined
 from fxsplit_encoder.models.family import (
@@ -53,6 +54,13 @@ def cut(image: Image.Image, width: int, height: int) -> Iterator[Image.Image]:
     for top in range(0, image.height - height + 1, height):
         for left in range(0, image.width - width + 1, width):
             yield image.crop((left, top, left + width, top + height))
+
+
+def check_enlarged(width: int, height: int) -> None:
+    """Raises MediaError for an image so elongated that it becomes too many pixels before it is cut."""
+    most = MediaSettings().max_pixels
+    if width * height > most:
+        raise MediaError(f"too elongated: resized to {width} x {height} before it is cut, over {most} pixels")
 
 
 def tile_sizes(count: int) -> Prepared:

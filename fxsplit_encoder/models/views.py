@@ -29,16 +29,8 @@ from fxsplit_encoder.models.family import (
     vision_settings,
     without_language_model,
 )
-from fxsplit_encoder.models.prepare import (
-    CLIP,
-    HALF,
-    Normalization,
-    Preparation,
-    Prepared,
-    ProcessorSettings,
-    check_enlarged,
-)
-from fxsplit_encoder.models.tiles import cut, tile_side
+from fxsplit_encoder.models.prepare import CLIP, HALF, Normalization, Preparation, Prepared, ProcessorSettings
+from fxsplit_encoder.models.tiles import check_enlarged, cut, tile_side
 from fxsplit_encoder.towers.tiles import CropGrid
 
 
