@@ -48,7 +48,7 @@ def _lines_of(error: Exception) -> list[str]:
     """Returns the lines of an error for the user; none: it is a bug of this package."""
     if isinstance(error, MissingExtraError) and error.extra not in ("ray", "serve"):
         return [str(MissingExtraError(PROGRAM, "cli"))]  # which brings the packages of `hf`
-    if isinstance(error, FxSplitError):
+    if isinstance(error, FxSplitError | OSError):  # the latter of what is written, such as a full disk
         return str(error).splitlines()
     if hasattr(error, "format_message"):  # of the parser, whose base class moves between typer's versions
         return [" ".join(error.format_message().replace("Value error, ", "").split())]

@@ -156,7 +156,8 @@ def lock_of(image: Image.Image) -> threading.Lock:
 def _orientation(image: Image.Image) -> int:
     # A PNG's own method decodes it, to find metadata behind the pixels.
     with contextlib.suppress(Exception):
-        return int(Image.Image.getexif(image).get(ExifTags.Base.Orientation, 1))
+        if image.format != "TIFF":  # which Pillow turns
+            return int(Image.Image.getexif(image).get(ExifTags.Base.Orientation, 1))
     return 1
 
 

@@ -6,6 +6,7 @@ SigLIP and CLIP have a text tower too, whose vectors are comparable.
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -37,7 +38,7 @@ from fxsplit_encoder.models.prepare import (
     ProcessorSettings,
     processed,
 )
-from fxsplit_encoder.models.tiles import ProcessedTiles, tile_side, tile_sizes
+from fxsplit_encoder.models.tiles import ProcessedTiles, check_enlarged, tile_side, tile_sizes
 from fxsplit_encoder.towers import DenseTowerSpec
 from fxsplit_encoder.towers.dense import Siglip2Tower, siglip2_tiles
 
@@ -50,32 +51,48 @@ class SquareTile(ProcessedTiles):
     shortest: int = 0
     """To which the image's shorter side is resized, before it is cut; 0: it is stretched."""
 
+    def image_sizes(self, width: int, height: int) -> Prepared:
+        """One tile; MediaError: the image is too elongated."""
+        self._resized(width, height)
+        return super().image_sizes(width, height)
+
     def plan(self, width: int, height: int) -> ResizePlan | None:
         """One tile."""
         if self.processor.resample not in (BICUBIC, BILINEAR):
             return None
-        rows, columns = self.side, self.side
-        if self.shortest:
-            rows, columns = (self.shortest * each // min(width, height) for each in (height, width))
+        rows, columns = self._resized(width, height)
         return ResizePlan(rows, columns, 1, 1, self.side, filter=int(self.processor.resample))
+
+    def _resized(self, width: int, height: int) -> tuple[int, int]:
+        """Rows and columns in pixels before the image is cut."""
+        if not self.shortest:
+            return self.side, self.side
+        rows, columns = (self.shortest * each // min(width, height) for each in (height, width))
+        check_enlarged(columns, rows)
+        return rows, columns
 
 
 def _tiles(normalization: Normalization, *, crops: bool) -> Prepare:
     """Images stretched to squares, or the square in their middle."""
 
     def read(settings: Settings, processor: ProcessorSettings) -> ProcessedTiles:
-        size, crop = (processor.image.get(name) or {} for name in ("size", "crop_size"))
-        statistics = normalization.updated(processor.image).as_settings()
+        size, crop = (_sides(processor.image.get(name)) for name in ("size", "crop_size"))
+        own: dict[str, Any] = normalization.updated(processor.image).as_settings()
+        own |= given(processor.image, "resample")
         side = (crop if crops else size).get("height") or tile_side(settings, 224)
         square = {"height": side, "width": side}
         if not crops:
-            own = {"size": square, **given(processor.image, "resample"), **statistics}
-            return SquareTile(processor.image_processor("siglip", "Siglip", **own), side)
+            return SquareTile(processor.image_processor("siglip", "Siglip", size=square, **own), side)
         shortest = max(size.get("shortest_edge", side), side)
-        own = {"size": {"shortest_edge": shortest}, "crop_size": square, **statistics}
+        own |= {"size": {"shortest_edge": shortest}, "crop_size": square}
         return SquareTile(processor.image_processor("clip", "CLIP", **own), side, shortest)
 
     return read
+
+
+def _sides(size: Any) -> Mapping[str, int]:
+    """A size of a processor's JSON file, where older ones have one number."""
+    return dict.fromkeys(("height", "shortest_edge"), size) if isinstance(size, int) else size or {}
 
 
 @dataclass(frozen=True)

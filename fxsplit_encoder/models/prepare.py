@@ -300,17 +300,18 @@ def unique_keys(paths: Sequence[Path]) -> list[str]:
     keys: dict[str, None] = {}
     for path in paths:
         number = 1
-        key = path.name
+        name = key = path.name.encode("utf-8", "replace").decode()  # of other bytes a key cannot be
         while key in keys:
             number += 1
-            key = f"{path.name}#{number}"
+            key = f"{name}#{number}"
         keys[key] = None
     return list(keys)
 
 
 def _load(key: str, path: Path, preparation: Preparation) -> list[tuple[Item, Prepared]]:
     with opened_image(path, _LIMITS) as image, attempt(str(path), "an image"):
-        if getattr(image, "is_animated", False):
+        # A photograph of a phone has a preview or a map of depths beside it, and pages are no frames either.
+        if getattr(image, "is_animated", False) and image.format not in ("MPO", "TIFF"):
             if not preparation.takes_clips:
                 raise MediaError("it is a clip, and this model takes images only; leave it out")
             clip = AnimatedImage(image, _LIMITS.background)

@@ -11,7 +11,8 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from fxsplit_encoder.media import Frames
+from fxsplit_encoder.errors import MediaError
+from fxsplit_encoder.media import Frames, MediaSettings
 from fxsplit_encoder.media.images import bicubic
 from fxsplit_encoder.models.eager import PIXELS, Inputs, joined
 from fxsplit_encoder.models.family import (
@@ -55,6 +56,13 @@ def cut(image: Image.Image, width: int, height: int) -> Iterator[Image.Image]:
             yield image.crop((left, top, left + width, top + height))
 
 
+def check_enlarged(width: int, height: int) -> None:
+    """Raises MediaError for an image so elongated that it becomes too many pixels before it is cut."""
+    most = MediaSettings().max_pixels
+    if width * height > most:
+        raise MediaError(f"too elongated: resized to {width} x {height} before it is cut, over {most} pixels")
+
+
 def tile_sizes(count: int) -> Prepared:
     """An image of that many tiles, without their pixels."""
     return Prepared({"num_patches": torch.tensor([count], device="cpu")}, {"tiles": count})
@@ -70,6 +78,7 @@ class ProcessedTiles(Preparation):
 
     def image(self, image: Image.Image) -> Prepared:
         """Returns as many tiles as the processor makes."""
+        self.image_sizes(*image.size)  # before the processor, which does not refuse what is too elongated
         tiles = processed(self.processor, image, **self.options)["pixel_values"].flatten(0, -4)
         return tile_sizes(tiles.shape[0]).with_pixels(pixel_values=tiles)
 

@@ -30,7 +30,7 @@ from fxsplit_encoder.models.family import (
     without_language_model,
 )
 from fxsplit_encoder.models.prepare import CLIP, HALF, Normalization, Preparation, Prepared, ProcessorSettings
-from fxsplit_encoder.models.tiles import cut, tile_side
+from fxsplit_encoder.models.tiles import check_enlarged, cut, tile_side
 from fxsplit_encoder.towers.tiles import CropGrid
 
 
@@ -251,6 +251,7 @@ def step3_plan(width: int, height: int, image_size: int, crop_size: int) -> Step
     square = min(width, height) < 32 and max(width, height) > 4 * min(width, height)
     if square:
         width = height = max(width, height)
+        check_enlarged(width, height)
     if max(width, height) > _LARGEST_SIDE:
         scale = _LARGEST_SIDE / max(width, height)
         width, height = int(width * scale), int(height * scale)

@@ -100,7 +100,7 @@ class Application:
         return refused.response()
 
     def _check_key(self, request: Request, key: str) -> None:
-        given = request.headers.get("authorization", "").encode()
+        given = request.headers.get("authorization", "").encode("latin-1")
         if not secrets.compare_digest(given, f"Bearer {key}".encode()):
             raise RequestError(401, "Authorization: expected Bearer KEY")
 

@@ -8,6 +8,7 @@ import contextlib
 import io
 import logging
 import os
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -136,9 +137,9 @@ def thread_pool() -> ThreadPoolExecutor:
 def decoded(text: object) -> bytes:
     """The bytes of base64, or of a `data:` URL of it; MediaError: it is something else."""
     if isinstance(text, str):
-        header, comma, data = text.partition(",") if text.startswith("data:") else (";base64", ",", text)
+        before, _, data = text.strip().rpartition(",")
         with contextlib.suppress(ValueError):
-            if comma and header.endswith(";base64"):
+            if re.fullmatch(r"(data:[^,]*;base64)?", before, re.IGNORECASE):
                 return base64.b64decode(data, validate=True)
     raise MediaError("image: expected base64, or a data URL of it; fetch what a URL names, and send it")
 

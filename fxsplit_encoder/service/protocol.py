@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import base64
+import re
+from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
@@ -25,6 +26,8 @@ Source = bytes | str
 # Of one JSON body: a value takes up to a hundred times its bytes.
 _MOST_VALUES = 1 << 20
 _MOST_FIELD_BYTES = 1 << 10
+# No text begins so; of what kind the bytes are their decoder finds.
+_IMAGE_URL = re.compile(r"\s*data:(image/|[^,\s]*;base64,)", re.IGNORECASE)
 # Of a text; of what is longer than the model takes, the beginning is encoded.
 MOST_CHARACTERS = 1 << 15
 
@@ -107,7 +110,8 @@ def parse_request(
         raise RequestError(415, f"expected {expected}; got {got}")
     fields = {**QueryParams(query), **fields}
     if unknown := sorted(fields.keys() - (_FIELDS - {"input"})):
-        raise RequestError(400, f"expected {', '.join(sorted(_FIELDS))}; got {names_of(unknown)}")
+        expected = ", ".join(sorted(_FIELDS - {*unknown}))  # without `input`, which is JSON's alone
+        raise RequestError(400, f"expected {expected}; got {names_of(unknown)}")
     values = given if isinstance(given, list) else [given]
     if not 1 <= len(values) <= settings.max_items_per_request:  # before any is decoded
         limit = f"expected 1 to {settings.max_items_per_request} of them"
@@ -149,7 +153,7 @@ def _item_of(value: object, modality: object) -> Source:
         if (names := sorted(value)) not in (["image"], ["text"]):
             raise ValueError(f"input: expected an object with image or text; got {names_of(names)}")
         modality, value = names[0], value[names[0]]
-    elif isinstance(value, str) and value.startswith("data:image/"):
+    elif isinstance(value, str) and _IMAGE_URL.match(value):
         modality = "image"
     if isinstance(value, bytes):
         return value
@@ -211,7 +215,8 @@ def embeddings_response(
     model: str,
     is_normalized: bool,
 ) -> Response:
-    """Write the embeddings of all items of a request, (rows, width), row by row; base64 is little-endian.
+    """Write the embeddings of all items of a request, (rows, width), row by row, as float32, which is what
+    OpenAI's clients make of base64; it is little-endian.
 
     Args:
         tokens: output tokens of all items before pooling.
@@ -220,7 +225,8 @@ def embeddings_response(
     Raises:
         RequestError: more dimensions than there are, or of embeddings of several rows; NaN as JSON.
     """
-    embeddings = [_shortened(each, asked.dimensions, is_normalized) for each in embeddings]
+    as_floats = (each.astype("<f4", copy=False) for each in embeddings)
+    embeddings = [_shortened(each, asked.dimensions, is_normalized) for each in as_floats]
     is_base64 = asked.encoding_format == "base64"
     for index, embedding in enumerate(embeddings):
         if not is_base64 and not np.isfinite(embedding).all():
@@ -229,7 +235,7 @@ def embeddings_response(
         {
             "object": "embedding",
             "index": index,
-            "embedding": _encoded(embedding, is_base64),
+            "embedding": b64encode(embedding.tobytes()).decode() if is_base64 else embedding.ravel().tolist(),
             "shape": list(embedding.shape),
             "dtype": str(embedding.dtype),
             **({"layout": item.layout} if isinstance(item, PreparedImage) else {}),
@@ -250,13 +256,5 @@ def _shortened(embedding: Array, dimensions: int | None, is_normalized: bool) ->
         raise RequestError(400, f"dimensions: expected at most those of one vector; got {given}")
     cut = embedding[:, :dimensions]
     if is_normalized:
-        length = np.linalg.norm(cut.astype(np.float32), axis=1, keepdims=True)
-        cut = (cut / np.maximum(length, 1e-12)).astype(embedding.dtype)
+        cut = cut / np.maximum(np.linalg.norm(cut, axis=1, keepdims=True), 1e-12)
     return cut
-
-
-def _encoded(embedding: Array, is_base64: bool) -> object:
-    if not is_base64:
-        return embedding.reshape(-1).tolist()
-    little = embedding.astype(embedding.dtype.newbyteorder("<"), copy=False)
-    return base64.b64encode(little.tobytes()).decode("ascii")

@@ -23,8 +23,8 @@ class ImageEncoderSettings(Settings):
     model: Annotated[str, Field(min_length=1)]
     """A checkpoint, whole or its vision tower: a directory that every worker sees, or a hub name."""
 
-    default_config: ClassVar[EncoderConfig] = EncoderConfig()
-    """That of a GPU where `config` is None."""
+    captures_recurring: ClassVar[bool] = True
+    """Whether recurring token counts are captured where `config` does not say."""
     pools_by_default: ClassVar[bool] = False
 
     config: EncoderConfig | None = None
@@ -62,16 +62,18 @@ class ImageEncoderSettings(Settings):
 
     def resolved_config(self, device: torch.device) -> EncoderConfig:
         """The captures on a device."""
-        if self.config is not None:
-            return self.config
         # Captures pay off over many calls on a GPU. On a CPU they only cost.
-        return self.default_config if device.type == "cuda" else EncoderConfig(mode="none")
+        if self.config is None and device.type != "cuda":
+            return EncoderConfig(mode="none")
+        config = self.config or EncoderConfig()
+        is_set = self.captures_recurring or "capture_recurring" in config.model_fields_set
+        return config if is_set else config.replace(capture_recurring=False)
 
 
 class ServingSettings(ImageEncoderSettings):
     """Of encoders that answer requests, none of which should wait for a capture that pays off later."""
 
-    default_config: ClassVar[EncoderConfig] = EncoderConfig(capture_recurring=False)
+    captures_recurring: ClassVar[bool] = False
 
 
 class ServiceSettings(ServingSettings):

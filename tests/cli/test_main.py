@@ -294,10 +294,14 @@ def test_a_missing_package_names_what_to_install(package: str) -> None:
     assert "the extra 'cli'; run: pip install " in result.stderr
 
 
-def test_memory_that_runs_out_is_a_line() -> None:
-    result = CliRunner().invoke(failing(torch.OutOfMemoryError("tried to allocate")), ["demo"])
+RUN_OUT = {"out of memory on the device": torch.OutOfMemoryError("x"), "No space": OSError(28, "No space")}
+
+
+@pytest.mark.parametrize("message", RUN_OUT)
+def test_what_runs_out_is_a_line(message: str) -> None:
+    result = CliRunner().invoke(failing(RUN_OUT[message]), ["demo"])
     assert (result.exit_code, len(result.stderr.splitlines())) == (2, 1)
-    assert "out of memory on the device" in result.stderr
+    assert message in result.stderr
 
 
 def test_a_fault_of_ours_is_a_traceback() -> None:

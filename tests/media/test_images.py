@@ -40,7 +40,7 @@ def test_every_format_is_measured_and_decoded(kind: str, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
-@pytest.mark.parametrize("kind", ["PNG", "JPEG"])
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "TIFF"])
 def test_images_are_turned_upright(orientation: int, kind: str) -> None:
     exif = Image.Exif()
     exif[0x0112] = orientation

@@ -307,11 +307,19 @@ def test_limits_hold_for_what_an_item_becomes() -> None:
                 ask(item)
 
 
-def test_elongated_images_are_refused_by_their_size() -> None:
-    thin = MediaItem("image", noise(8, 2000))
-    for ask in (processor_of("qwen3_vl").count_tokens, processor_of("qwen3_vl").prepare):
-        with pytest.raises(MediaError, match=r"8 x 2000 pixels: .* aspect ratio must be smaller than 200"):
-            ask(thin)
+ELONGATED = {
+    "qwen3_vl": (8, 2000, r"8 x 2000 pixels: .* aspect ratio must be smaller than 200"),
+    "clip_vision_model": (1, 90_000, "resized to 28 x 2520000 before it is cut"),
+    "step3_vl": (1, 9000, "resized to 9000 x 9000 before it is cut"),
+}
+
+
+@pytest.mark.parametrize("name", ELONGATED)
+def test_elongated_images_are_refused_by_their_size(name: str) -> None:
+    width, height, message = ELONGATED[name]
+    for ask in (processor_of(name).count_tokens, processor_of(name).prepare):
+        with pytest.raises(MediaError, match=message):
+            ask(MediaItem("image", noise(width, height)))
 
 
 def test_times_are_those_of_frames_and_of_the_steps_that_they_become() -> None:

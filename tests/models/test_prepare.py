@@ -42,6 +42,7 @@ from fxsplit_encoder.models.sampling import (
     with_sampling,
 )
 
+from ..service.photographs import encoded
 from .processors import library, noise
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -77,13 +78,20 @@ def test_images_come_first_then_clips(tmp_path: Path) -> None:
     assert load_inputs([clip]).mm_kwargs.keys() == {"pixel_values_videos", "video_grid_thw"}
 
 
+@pytest.mark.parametrize("kind", ["MPO", "TIFF"])
+def test_pictures_beside_the_first_are_no_frames(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "photograph"
+    path.write_bytes(encoded(noise(64, 96), kind, save_all=True, append_images=[noise(32, 48)]))
+    assert [item.pixels for item in load_inputs([path]).items] == ["64x96"]
+
+
 def test_keys_stay_unique() -> None:
-    names = ["a/x.png", "b/x.png", "x.png#2", "y.png", "x.png"]
+    names = ["a/x.png", "b/x.png", "x.png#2", "\udcff.png", "x.png"]
     assert unique_keys([Path(name) for name in names]) == [
         "x.png",
         "x.png#2",
         "x.png#2#2",
-        "y.png",
+        "?.png",
         "x.png#3",
     ]
 
@@ -320,16 +328,14 @@ def test_an_odd_last_frame_is_repeated() -> None:
 
 MEAN = {"image_mean": [0.4, 0.5, 0.6], "image_std": [0.5, 0.5, 0.5]}
 QWEN = {"size": {"shortest_edge": 3136, "longest_edge": 16_777_216}, "patch_size": 16, "merge_size": 2}
-INTERNVL = {"size": {"height": 28, "width": 28}, "min_patches": 1, "max_patches": 4}
+SIDES = {"height": 28, "width": 28}
+INTERNVL = {"size": SIDES, "min_patches": 1, "max_patches": 4}
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "qwen3_vl": ("Qwen2VLImageProcessor", {**QWEN, "temporal_patch_size": 2}, {"patch_size": 16}),
     "internvl": ("GotOcr2ImageProcessor", INTERNVL, {"image_size": [28, 28]}),
-    "siglip": ("SiglipImageProcessor", {"size": {"height": 28, "width": 28}}, {"image_size": 28}),
-    "clip": (
-        "CLIPImageProcessor",
-        {"size": {"shortest_edge": 28}, "crop_size": {"height": 28, "width": 28}},
-        {"image_size": 28},
-    ),
+    "siglip": ("SiglipImageProcessor", {"size": SIDES}, {"image_size": 28}),
+    "clip": ("CLIPImageProcessor", {"size": 28, "crop_size": 28, "resample": 2}, {"image_size": 28}),
+    "dinov2": ("BitImageProcessor", {"size": {"shortest_edge": 32}, "crop_size": SIDES}, {"image_size": 28}),
 }
 """The processor's class and settings, and the vision tower's, by model type."""
 

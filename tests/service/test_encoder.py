@@ -96,8 +96,10 @@ def test_who_serves_captures_nothing_later() -> None:
     assert ImageEncoderSettings(model="m").resolved_config(cuda) == fx.EncoderConfig()
     assert ServingSettings(model="m").resolved_config(cuda) == fx.EncoderConfig(capture_recurring=False)
     assert ServingSettings(model="m").resolved_config(cpu) == fx.EncoderConfig(mode="none")
-    given = fx.EncoderConfig(mode="full")
-    assert ServingSettings(model="m", config=given).resolved_config(cuda) == given
+    for given, expected in ({}, False), ({"capture_recurring": True}, True):
+        settings = ServingSettings(model="m", config={"mode": "full", **given})
+        expected_config = fx.EncoderConfig(mode="full", capture_recurring=expected)
+        assert settings.resolved_config(cuda) == settings.resolved_config(cpu) == expected_config
 
 
 def test_an_error_says_nothing_that_differs_from_run_to_run(siglip: Path) -> None:

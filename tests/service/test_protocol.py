@@ -78,6 +78,9 @@ def test_texts_and_images_come_as_openais_and_jinas_clients_send_them() -> None:
         asked(["a cat"], model="m", dimensions=8, user="me")
     )
     assert read(post(json={"input": ["a cat", url]})).input == ["a cat", image]
+    other_urls = [url.replace(*each) for each in (("data", " DATA"), ("image", "IMAGE"), ("image/png", ""))]
+    assert read(post(json={"input": other_urls})).input == [image] * 3
+    assert read(post(json={"input": "data: a, b"})).input == ["data: a, b"]
     objects = [{"text": "a cat"}, {"image": b64(image)}, {"image": url}]
     assert read(post(json={"input": objects})).input == ["a cat", image, image]
     assert read(post(json={"input": {"text": "https://h/cat.png"}})).input == ["https://h/cat.png"]
@@ -113,6 +116,7 @@ def test_texts_and_images_come_as_openais_and_jinas_clients_send_them() -> None:
         (post(json={"input": "a", "encoding_format": "hex"}), 400, "encoding_format: allowed: 'float'"),
         (form([b"a"] * 4), 400, "Too many files"),
         (form([b"a"], color="me"), 400, "got color"),
+        (form([b"a"], input="me"), 400, "encoding_format, modality, model, user; got input"),
         (form([b"a"], user="m" * 5000), 400, "short fields"),
         (nameless(), 400, "multipart: "),
         (cut_off([b"a" * 100, b"b" * 100], 60), 400, "cut off"),
@@ -174,7 +178,8 @@ def test_a_vector_that_is_no_json_is_refused_with_its_place(value: float) -> Non
         answer(asked([b"", ""]), *vectors)
     assert (caught.value.status_code, caught.value.index) == (422, 1)
     entries = answer(asked([b"", ""], encoding_format="base64"), *vectors)["data"]
-    assert base64.b64decode(entries[1]["embedding"]) == vectors[1].tobytes()
+    found = np.frombuffer(base64.b64decode(entries[1]["embedding"]), "<f4")  # as OpenAI's clients read it
+    np.testing.assert_array_equal(found, vectors[1][0])
 
 
 def test_an_item_that_is_wrong_is_refused_with_its_place() -> None:

@@ -8,6 +8,7 @@ import os
 import re
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -163,12 +164,12 @@ def test_health_readiness_metrics_and_other_paths(running: Running) -> None:
 
 
 def test_a_key_is_asked_for(change: Callable[..., Running]) -> None:
-    running = change(api_key="secret")
-    for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "secret"}):
+    running = change(api_key="g\xe9heim")
+    right, wrong = (f"Bearer {key}".encode() for key in ("g\xe9heim", "secret"))
+    for headers in ({}, {"authorization": wrong}, {"authorization": right[7:]}):
         for method, path in (("POST", "/v1/embeddings"), ("GET", "/v1/models")):
             assert httpx.request(method, running.url + path, headers=headers).status_code == 401
-    with openai.OpenAI(base_url=f"{running.url}/v1", api_key="secret") as client:
-        assert len(client.embeddings.create(model="tiny", input="a").data) == 1
+    assert httpx.get(f"{running.url}/v1/models", headers={"authorization": right}).status_code == 200
     assert running.status_of("/health") == 200
 
 
@@ -373,7 +374,8 @@ def test_the_command_binds_this_machine_alone_and_warns_where_others_reach_it(
     monkeypatch.setattr("fxsplit_encoder.cli.serve.freeze_objects", lambda: None)
     settings = tmp_path / "settings.yaml"
     settings.write_text("config:\n  enabled: false\n", encoding="utf-8")
-    command = ["serve", str(siglip[1]), "--settings", str(settings), "--device", "cpu"]
+    port = str(free_port())
+    command = ["serve", str(siglip[1]), "--settings", str(settings), "--device", "cpu", "--port", port]
     warning = "may be reached by others, and no --api-key is set"
     everywhere = ["--host", "0.0.0.0"]
     for options, host, is_warned in (
@@ -383,6 +385,9 @@ def test_the_command_binds_this_machine_alone_and_warns_where_others_reach_it(
     ):
         done = CliRunner().invoke(app, [*command, *options])
         assert (bound.pop(), warning in done.stderr) == (host, is_warned), done.output
+    with socket.create_server((HOST, int(port))):
+        refused = CliRunner().invoke(app, ["serve", "nothing", "--port", port])
+    assert refused.exit_code == 2 and f"--port {port}: " in refused.stderr and "in use" in refused.stderr
 
 
 def first_page() -> tuple[list[str], str]:
