@@ -341,7 +341,8 @@ def to_wire(error: BaseException) -> Failed:
 def _cut(value: Any) -> Any:
     if isinstance(value, int) and value.bit_length() > 63:
         return str(value)
-    return value[:_MOST_CHARACTERS] if isinstance(value, str) else value
+    # A file's name, as errors tell it, may have lone surrogates, which have no bytes.
+    return value[:_MOST_CHARACTERS].encode(errors="replace").decode() if isinstance(value, str) else value
 
 
 def from_wire(wire: Failed, pid: int) -> Exception:
