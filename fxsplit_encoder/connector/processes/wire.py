@@ -290,7 +290,6 @@ class Channel(Generic[T]):
         try:
             data = self._words(1 - self._half, *_PACKET.unpack(packet)).tobytes()
             self._memory.trim(self._half, self._end)  # the other has read what lies there
-            self._end = 0
             return self._decoder.decode(data)
         except (*_UNREADABLE, struct.error) as error:
             raise TransportError(f"a message that cannot be read: {error}") from error

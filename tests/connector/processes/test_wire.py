@@ -290,7 +290,7 @@ def test_an_unknown_class_comes_back_as_its_nearest_known_base() -> None:
         ValueError(object()),
         ValueError(2**200),
         ValueError("x" * 10**6),
-        ValueError("no image: caf\udce9.jpg"),
+        ValueError("there is no such image: caf\udce9.jpg"),
     ],
     ids=["decode", "group", "object", "large", "long", "surrogate"],
 )
