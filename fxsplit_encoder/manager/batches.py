@@ -127,9 +127,7 @@ class BatchRunner:
         """Copies items out of the captures (capture rule 7), so that a cached image keeps no batch alive."""
         indices = list(batch.indices)
         self._postprocess(outputs, indices, tokens, results, clone=False, batch_mm_kwargs=selected)
-        storages = []
-        for output in outputs.values():
-            storages.append(output.untyped_storage().data_ptr())
+        storages = [output.untyped_storage().data_ptr() for output in outputs.values()]
         for index in indices:
             if (item := results[index]).untyped_storage().data_ptr() in storages:
                 results[index] = item.clone()
