@@ -188,6 +188,7 @@ class EncoderCudaGraphManager(Lifecycle):
             wanted = self._prepare()
             self._own.captures.capture(wanted, progress)
             self._switch()
+            self._background = None  # it failed, or was stopped
             if self.data_parallel is not None and self.config.invariant:
                 choices = _invariant_choices(self.kernels, self.device)
                 self.data_parallel.check_same("invariant: kernels", choices)
