@@ -238,6 +238,7 @@ class EncodeQueue(Generic[ItemT, ResultT]):
         """An item was cancelled."""
         with self.lock:
             if self._drop(entry):
+                entry.future.set_running_or_notify_cancel()  # else `concurrent.futures.wait` goes on
                 self._counts.cancelled += 1
                 self.work.notify_all()
 
@@ -270,7 +271,9 @@ class EncodeQueue(Generic[ItemT, ResultT]):
             self._counts.cancelled += len(dropped)
             self.work.notify_all()
         for entry in dropped:
-            if not entry.future.cancel():  # of a batch that cannot be cancelled
+            if entry.future.cancel():
+                entry.future.set_running_or_notify_cancel()
+            else:  # of a batch that cannot be cancelled
                 entry.future.set_exception(QueueClosedError("the queue was closed before it had a worker"))
         join([worker.thread for worker in list(self._workers)], deadline)
         with self.lock:
@@ -421,9 +424,7 @@ class _QueueWorker(BatchThread[_Batch]):
 
     def end(self, batch: _Batch) -> bool:
         """It has a batch no more; False: nor had it, since it was given up. Called with the lock."""
-        was_there = batch in self.batches
-        self.batches.pop(batch, None)
-        return was_there
+        return self.batches.pop(batch, False) is None
 
     @contextmanager
     def serving(self) -> Iterator[None]:

@@ -42,9 +42,6 @@ _INPUTS_OF_AN_OUTPUT = 64
 _SMALL_TOKENS = 16
 _DOUBLINGS = 8
 
-# Settings of compiled pieces, and what they are without any.
-_UNCOMPILED = {"compile": False, "piece_compiler": "auto", "passes": "auto"}
-
 
 _PathKey: TypeAlias = tuple[str, tuple[Hashable, ...]]
 """Name and axis keys."""
@@ -291,12 +288,13 @@ class Generation:
 
     def uncompiled(self) -> Generation:
         """Returns a generation of the tower's own forward in mode `breakable`, captured in seconds."""
-        first = {**_UNCOMPILED, "mode": _first_mode(self.config.mode), "packing": "cost"}
+        uncompiled = {"compile": False, "piece_compiler": "auto", "passes": "auto", "packing": "cost"}
         paths = {
             name: PathConfig(token_budgets=path.token_budgets, mode=path.mode and _first_mode(path.mode))
             for name, path in self.config.paths.items()
         }
-        return self._over_its_own_pool(self.config.replace(**first, paths=paths), compares_kernels=False)
+        config = self.config.replace(**uncompiled, mode=_first_mode(self.config.mode), paths=paths)
+        return self._over_its_own_pool(config, compares_kernels=False)
 
     def _over_its_own_pool(self, config: EncoderConfig, **scope: Any) -> Generation:
         pool = GraphPool(self.pool.device, stream=self.pool.stream, priority=self.pool.priority)

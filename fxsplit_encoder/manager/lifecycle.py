@@ -166,12 +166,14 @@ class Lifecycle(ABC):
 
     def _allowed(self, plan: Plan) -> Plan:
         """Returns a request's plan, or one by the tower's own forward where captures may not serve."""
-        found, structure = foreign_around(), self._own.structure
-        reason, why = MissReason.FOREIGN_CODE, f"there is {found}"
-        if found is None and structure is not None:
-            found = structure.in_training()
+        structure, device = self._own.structure, self._own.pool.device
+        if (found := foreign_around()) is not None:
+            reason, why = MissReason.FOREIGN_CODE, f"there is {found}"
+        elif structure is not None and (found := structure.in_training()) is not None:
             reason, why = MissReason.TRAINING, f"{found} is in training mode"
-        if found is None:
+        elif torch.is_autocast_enabled(device.type):
+            reason, why = MissReason.AUTOCAST, "there is torch.autocast"
+        else:
             return plan
         if why not in self._said:
             self._said.add(why)
@@ -203,6 +205,8 @@ class Lifecycle(ABC):
 
     def _take_structure(self) -> None:
         """Notes the tower's modules, and puts captures of others aside. The caller holds the lock."""
+        if torch.is_autocast_enabled(self._own.pool.device.type):
+            raise InputError("torch.autocast: captures would keep its casts; call this outside of it")
         structure = self._own.structure
         if structure is not None and not self._take_kept() and (change := structure.change()):
             logger.warning("capturing again: %s", change)

@@ -144,8 +144,7 @@ class EncoderCudaGraphManager(Lifecycle):
         """Lines that say what was dropped or runs in another way than configured, and why."""
         notes = [*self._start_notes, *(self._background.notes if self._background is not None else ())]
         notes += [note for path in self.paths_by_key.values() for note in path.notes]
-        is_invariant = self._serving.scope.config.invariant
-        kept = _invariant_kernels(self.kernels, self.device) if is_invariant else ()
+        kept = _invariant_kernels(self.kernels, self.device) if self.config.invariant else ()
         return [*notes, *kept, *self.kernels.failures(self.device)]
 
     @property
@@ -189,10 +188,10 @@ class EncoderCudaGraphManager(Lifecycle):
             wanted = self._prepare()
             self._own.captures.capture(wanted, progress)
             self._switch()
-            if self.data_parallel is not None and self._serving.scope.config.invariant:
-                self.data_parallel.check_same(
-                    "invariant: kernels", _invariant_choices(self.kernels, self.device)
-                )
+            self._background = None  # it failed, or was stopped
+            if self.data_parallel is not None and self.config.invariant:
+                choices = _invariant_choices(self.kernels, self.device)
+                self.data_parallel.check_same("invariant: kernels", choices)
             if self.data_parallel is not None and self.pool.is_cuda:
                 # So that ranks get items of equal cost, not just of equal size.
                 self.data_parallel.share_costs(*self._serving.unit_costs())
@@ -286,25 +285,27 @@ class EncoderCudaGraphManager(Lifecycle):
     def _encode(self, mm_kwargs: dict[str, Any], items: RequestItems | None = None) -> list[Tensor]:
         if items is None:
             items = self._items.read(mm_kwargs)
-        specs = items.specs
         start = time.perf_counter()
         if self._has_adapters:
             self._follow_adapters()
-        serving = self._serving
-        plans, runner = serving.plans, serving.runner
+        plans, runner = self._serving.plans, self._serving.runner
         wanted = plans.of(items)
         plan, captured = self._allowed(wanted), self._is_captured
         try:
-            results, batches = runner.run(plan, mm_kwargs, specs, may_replay=captured)
+            results, batches = runner.run(plan, mm_kwargs, items.specs, may_replay=captured)
         except WeightsMovedError as error:
             self._capture_again(error)
             plan = plans.of(items)
-            results, batches = runner.run(plan, mm_kwargs, specs, may_replay=captured)
+            results, batches = runner.run(plan, mm_kwargs, items.specs, may_replay=captured)
         self._check_tower()  # while the device works
         if plans.recurring is not None and plan is wanted:
             plans.improve(mm_kwargs, items)
         if self._recorder is not None:  # what was encoded: a request that was refused is no load to tune for
-            self._recorder.record(items, batches, (time.perf_counter() - start) * 1e3)
+            try:
+                self._recorder.record(items, batches, (time.perf_counter() - start) * 1e3)
+            except OSError as error:
+                self._recorder = None
+                logger.warning("requests are served, and not recorded any more: %s", error)
         return results
 
     def check_invariance(self, mm_kwargs: dict[str, Any], *, packings: int = 16, seed: int = 0) -> list[int]:
@@ -331,8 +332,7 @@ class EncoderCudaGraphManager(Lifecycle):
         and how they were served, no contents. InputError: the file cannot be opened.
         """
         with self._turns:
-            own, before = self._own, self._recorder
-            self._recorder = Recorder(path, own, self.paths)
+            before, self._recorder = self._recorder, Recorder(path, self._own, self.paths)
             if before is not None:
                 before.close()
 

@@ -193,7 +193,7 @@ class ItemReader:
 
     def read(self, mm_kwargs: Any) -> RequestItems:
         """Returns the items of a request; raises as `read_item_specs`."""
-        described = None if self._described_items is None else self._describe(mm_kwargs)
+        described = self._describe(mm_kwargs)
         items = None if described is None else self._known.get(described)
         if items is None:
             items = self._read(mm_kwargs)
@@ -204,8 +204,7 @@ class ItemReader:
         return items
 
     def _describe(self, mm_kwargs: Any) -> Hashable | None:
-        assert self._described_items is not None
-        if type(mm_kwargs) is not dict or not mm_kwargs:
+        if self._described_items is None or type(mm_kwargs) is not dict or not mm_kwargs:
             return None
         try:
             return self._described_items(mm_kwargs)

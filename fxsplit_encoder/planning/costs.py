@@ -40,8 +40,8 @@ _UNMEASURED_FALLBACK = 1e6
 
 @dataclass(frozen=True)
 class CostCurve:
-    """Costs by token counts: constant before the first measured point, linear between points, and with the
-    last slope after the last one (in proportion after a single point). Infinite without points.
+    """Costs by token counts: constant before the first measured point, linear between points, and after the
+    last one with the last slope, if it rises (in proportion after one point). Infinite without points.
     """
 
     points: Points
@@ -70,7 +70,7 @@ class CostCurve:
             (second - first) / (stop - start)
             for (start, first), (stop, second) in itertools.pairwise(self.points)
         ]
-        last = slopes[-1] if slopes else costs[0] / counts[0] if counts[0] else 0.0
+        last = max(0.0, slopes[-1]) if slopes else costs[0] / counts[0] if counts[0] else 0.0
         return [0, *counts], [costs[0], *costs], [0.0, *slopes, last]
 
 

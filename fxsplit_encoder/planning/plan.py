@@ -59,7 +59,7 @@ class MissReason(StrEnum):
     """An output was read that captures do not make, such as hidden states: the tower computed it."""
 
 
-BY_THE_TOWER = frozenset({MissReason.TRAINING, MissReason.FOREIGN_CODE})
+BY_THE_TOWER = frozenset({MissReason.TRAINING, MissReason.FOREIGN_CODE, MissReason.AUTOCAST})
 """Why nothing but the tower's own forward may serve."""
 
 

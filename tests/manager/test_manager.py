@@ -173,6 +173,8 @@ def test_every_request_is_a_line_of_the_trace(tiny_towers: Any, make_batch: Any,
     assert {path.result for path in served} == {"disabled"}
     with pytest.raises(InputError, match=r"absent/trace\.jsonl: cannot be written: No such file"):
         manager.record_trace(tmp_path / "absent" / "trace.jsonl")
+    manager.record_trace("/dev/full")
+    assert len(manager.execute(make_batch([(1, 2, 4)]))) == 1, "a full disk costs no results"
     manager.record_trace(tmp_path / "trace.jsonl")
     manager.execute(make_batch([(1, 2, 4)]))
     assert len(read_run(tmp_path / "trace.jsonl").requests) == 4, "another recording appends"

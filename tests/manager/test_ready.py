@@ -330,6 +330,7 @@ def test_a_failure_is_said_and_what_serves_goes_on(by_hand: None, monkeypatch: p
     assert_right(manager, 3, 5)
     manager.capture()
     assert state(manager) == usual_state()
+    assert manager.stats().progress is None and not manager.reports, "what failed is done"
 
 
 def test_clear_in_the_middle(by_hand: None) -> None:

@@ -96,18 +96,11 @@ def test_a_weight_transposed_at_its_address(config: fx.EncoderConfig) -> None:
     assert not torch.allclose(assert_right(manager, inputs), before, rtol=1e-4)
 
 
-@pytest.fixture
-def with_dropout() -> tuple[fx.EncoderCudaGraphManager, dict[str, Any], nn.Module]:
-    manager, inputs = make(UNCOMPILED)
-    mlp = manager.tower.tower.blocks[0].mlp
-    mlp.linear_fc2 = nn.Sequential(mlp.linear_fc2, nn.Dropout(0.5).eval())
-    return manager, inputs, mlp.linear_fc2[1]
-
-
 @torch.no_grad()
-def test_a_module_in_training_is_computed_by_the_tower(with_dropout: Any) -> None:
-    manager, inputs, dropout = with_dropout
-    dropout.train()
+def test_a_module_in_training_is_computed_by_the_tower() -> None:
+    manager, inputs = make(UNCOMPILED)
+    mlp, dropout = manager.tower.tower.blocks[0].mlp, nn.Dropout(0.5)
+    mlp.linear_fc2 = nn.Sequential(mlp.linear_fc2, dropout)
     with pytest.raises(fx.InputError, match=r"got blocks\.0\.mlp\.linear_fc2\.1 in training mode"):
         manager.capture()
     dropout.eval()
@@ -125,21 +118,31 @@ def test_a_module_in_training_is_computed_by_the_tower(with_dropout: Any) -> Non
     assert (stats.hits, dict(stats.misses)) == (2, {MissReason.TRAINING: 1})
 
 
-@torch.no_grad()
-def test_hooks_for_all_modules_are_called_by_the_towers_own_forward(with_dropout: Any) -> None:
-    manager, inputs, _ = with_dropout
-    manager.capture()
-    before = assert_right(manager, inputs)
-    handle = modules.register_module_forward_hook(
+def hooks_for_all_modules() -> Any:
+    return modules.register_module_forward_hook(
         lambda module, args, output: 2 * output if isinstance(module, nn.LayerNorm) else None
     )
-    try:
-        assert not torch.allclose(assert_right(manager, inputs), before)
-    finally:
-        handle.remove()
+
+
+@pytest.mark.parametrize("around", [hooks_for_all_modules, lambda: torch.autocast("cpu", torch.bfloat16)])
+@torch.no_grad()
+def test_what_is_around_a_call_is_around_the_towers_own_forward(around: Any) -> None:
+    manager, inputs = make(UNCOMPILED)
+    reason = MissReason.FOREIGN_CODE
+    if around is not hooks_for_all_modules:
+        reason = MissReason.AUTOCAST
+        with (
+            around(),
+            pytest.raises(fx.InputError, match="captures would keep its casts; call this outside of it"),
+        ):
+            manager.capture()
+    manager.capture()
+    before = assert_right(manager, inputs)
+    with around():
+        assert not torch.allclose(assert_right(manager, inputs).float(), before)
     assert torch.equal(assert_right(manager, inputs), before)
     stats = manager.stats()
-    assert (stats.hits, dict(stats.misses)) == (2, {MissReason.FOREIGN_CODE: 1})
+    assert (stats.hits, dict(stats.misses)) == (2, {reason: 1})
 
 
 @pytest.mark.parametrize("before", ["compile", "capture and clear"])

@@ -31,6 +31,7 @@ def test_fallbacks_are_linear_between_and_beyond_their_points() -> None:
     assert costs.fallback(60) == (6.0, False), "eager in proportion: 6.0, so neither is faster"
     assert costs.fallback(100) == (8.0, False), "above the table: the last slope, 1 ms a 20 tokens"
     assert costs.fallback(20) == (3.0, True)
+    assert CostCurve(((10, 5.0), (20, 4.0))).at(90) == 4.0, "a slope of noise leads to no negative times"
 
 
 def test_unmeasured_costs_prefer_replays_and_little_padding() -> None:

@@ -290,7 +290,6 @@ class Channel(Generic[T]):
         try:
             data = self._words(1 - self._half, *_PACKET.unpack(packet)).tobytes()
             self._memory.trim(self._half, self._end)  # the other has read what lies there
-            self._end = 0
             return self._decoder.decode(data)
         except (*_UNREADABLE, struct.error) as error:
             raise TransportError(f"a message that cannot be read: {error}") from error
@@ -341,7 +340,8 @@ def to_wire(error: BaseException) -> Failed:
 def _cut(value: Any) -> Any:
     if isinstance(value, int) and value.bit_length() > 63:
         return str(value)
-    return value[:_MOST_CHARACTERS] if isinstance(value, str) else value
+    # A file's name, as errors tell it, may have lone surrogates, which have no bytes.
+    return value[:_MOST_CHARACTERS].encode(errors="replace").decode() if isinstance(value, str) else value
 
 
 def from_wire(wire: Failed, pid: int) -> Exception:

@@ -290,8 +290,9 @@ def test_an_unknown_class_comes_back_as_its_nearest_known_base() -> None:
         ValueError(object()),
         ValueError(2**200),
         ValueError("x" * 10**6),
+        ValueError("there is no such image: caf\udce9.jpg"),
     ],
-    ids=["decode", "group", "object", "large", "long"],
+    ids=["decode", "group", "object", "large", "long", "surrogate"],
 )
 def test_what_is_made_from_more_than_words_keeps_them(error: Exception) -> None:
     again = across(error)
