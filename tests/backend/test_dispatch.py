@@ -271,6 +271,22 @@ def test_a_tower_of_tiles_that_declares_padding_is_taken_at_its_word(made: Made)
     assert (dispatcher.hits, dispatcher.misses) == (1, {})
 
 
+class WritesToAView(ClipLike):
+    def forward(self, images: Tensor) -> Tensor:
+        features = super().forward(images)
+        half = features[:, :8]
+        torch._dynamo.graph_break()
+        half.mul_(2)
+        return features
+
+
+@torch.no_grad()
+def test_outputs_that_share_memory_still_do_after_a_replay(made: Made) -> None:
+    module = WritesToAView()
+    assert_equal_batches(compile_it(module, token_budgets=[8]), module, (5, 3, 8))
+    assert sum(each.hits for each in made()) >= 3
+
+
 class Tokens(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return nn.functional.scaled_dot_product_attention(x, x, x) * 2
