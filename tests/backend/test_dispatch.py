@@ -272,19 +272,26 @@ def test_a_tower_of_tiles_that_declares_padding_is_taken_at_its_word(made: Made)
 
 
 class WritesToAView(ClipLike):
+    """Returns the features twice, along `dim`."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.dim = dim
+
     def forward(self, images: Tensor) -> Tensor:
-        features = super().forward(images)
-        half = features[:, :8]
+        features = torch.stack([super().forward(images)] * 2, self.dim)
+        half = features[..., :8]
         torch._dynamo.graph_break()
         half.mul_(2)
         return features
 
 
 @torch.no_grad()
-def test_outputs_that_share_memory_still_do_after_a_replay(made: Made) -> None:
-    module = WritesToAView()
-    assert_equal_batches(compile_it(module, token_budgets=[8]), module, (5, 3, 8))
-    assert sum(each.hits for each in made()) >= 3
+@pytest.mark.parametrize("dim", [0, 1])
+def test_outputs_that_share_memory_still_do_after_a_replay(dim: int, made: Made) -> None:
+    module = WritesToAView(dim)
+    assert_equal_batches(compile_it(module, token_budgets=[8]), module, (5, 3, 8, 3))
+    assert sum(each.hits for each in made()) >= 2
 
 
 class Tokens(nn.Module):
