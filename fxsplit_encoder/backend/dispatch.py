@@ -8,7 +8,7 @@ import threading
 import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from operator import itemgetter
 from typing import Any, ClassVar, TypeAlias
 
@@ -32,7 +32,7 @@ from fxsplit_encoder.caching import Recent
 from fxsplit_encoder.capture.buffers import storage_address
 from fxsplit_encoder.capture.pool import GraphPool
 from fxsplit_encoder.compile.blocks import LiveWeights
-from fxsplit_encoder.compile.program import Argument, Bindings, NamedRegion, Program, Ref
+from fxsplit_encoder.compile.program import Argument, Bindings, NamedRegion, Program
 from fxsplit_encoder.compile.sizes import Size
 from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.errors import WeightsMovedError
@@ -126,7 +126,6 @@ class BudgetDispatcher:
         slots = {entry.slot: f"input {entry.slot}" for entry in program.region_inputs}
         self._region = NamedRegion(program, slots)  # whose inputs have no names but those of their slots
         self._parameters = CallParameters(program, weights)
-        self._outputs = tuple(map(Output.of, program.outputs, program.output_shapes))
         self._segment_slots = [
             entry.slot
             for entry in program.region_inputs
@@ -323,7 +322,7 @@ class BudgetDispatcher:
             outputs, planned, budget = program.run(planned, bindings, capture_now=capture_all)
             if budget is None:
                 return [*outputs], planned, None
-            return own_outputs(self._outputs, outputs, bindings), planned, program.key(budget)
+            return own_outputs(self.program, outputs, bindings), planned, program.key(budget)
 
 
 class SharedGraph:
@@ -376,44 +375,32 @@ class SharedGraph:
         return BudgetDispatcher(first.program.for_others(), first.config, LiveWeights(), first.owners)
 
 
-@dataclass(frozen=True, slots=True)
-class Output:
-    """One output of a graph."""
-
-    argument: Argument
-    varying: tuple[tuple[int, Size], ...]
-    """The dimensions whose sizes differ from call to call, with their sizes."""
-
-    @classmethod
-    def of(cls, argument: Argument, shape: Sequence[Size] | None) -> Output:
-        """Makes it from an output of the program and its traced shape."""
-        return cls(argument, tuple((dim, size) for dim, size in enumerate(shape or ()) if size.symbols))
-
-    def of_call(self, replayed: Any, bindings: Bindings) -> tuple[Any, Hashable]:
-        """Returns the replayed output at its true size; and the memory that the next replay overwrites, by
-        address and dtype, or None.
-        """
-        argument = self.argument
-        if isinstance(argument, Size):
-            return argument(bindings.symbols), None
-        if not isinstance(replayed, torch.Tensor):
-            return replayed, None
-        assert isinstance(argument, Ref)
-        made_before = bindings.slots[argument.slot]
-        if made_before is not None:  # before the region
-            return made_before, None
-        for dim, size in self.varying:
-            if (true_size := size(bindings.symbols)) != replayed.shape[dim]:
-                replayed = replayed.narrow(dim, 0, true_size)
-        plain = replayed.resolve_conj().resolve_neg()
-        return plain, (storage_address(plain), plain.dtype)
+def _of_call(
+    argument: Argument, shape: Sequence[Size] | None, replayed: Any, bindings: Bindings
+) -> tuple[Any, Hashable]:
+    """Returns a replayed output at its true size; and the memory that the next replay overwrites, by address
+    and dtype, or None.
+    """
+    if isinstance(argument, Size):
+        return argument(bindings.symbols), None
+    if not isinstance(replayed, torch.Tensor):
+        return replayed, None
+    made_before = bindings.slots[argument.slot]
+    if made_before is not None:  # before the region
+        return made_before, None
+    for dim, size in enumerate(shape or ()):
+        if (true_size := size(bindings.symbols)) != replayed.shape[dim]:
+            replayed = replayed.narrow(dim, 0, true_size)
+    plain = replayed.resolve_conj().resolve_neg()
+    return plain, (storage_address(plain), plain.dtype)
 
 
-def own_outputs(outputs: Sequence[Output], replayed: Sequence[Any], bindings: Bindings) -> list[Any]:
+def own_outputs(program: Program, replayed: Sequence[Any], bindings: Bindings) -> list[Any]:
     """Copies the replayed outputs of a call at their true sizes (capture rule 7). Those that share memory, as
     a tensor and its view do, share a copy of it: what the caller writes to one is seen in the other.
     """
-    found = [output.of_call(value, bindings) for output, value in zip(outputs, replayed, strict=True)]
+    traced = zip(program.outputs, program.output_shapes, replayed, strict=True)
+    found = [_of_call(*output, bindings) for output in traced]
     own, copies, overwritten = [], [], []
     num_over = Counter(memory for _, memory in found)
     shared: dict[Hashable, torch.Tensor] = {}
