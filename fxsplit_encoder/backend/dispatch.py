@@ -229,20 +229,16 @@ class BudgetDispatcher:
         return self.known_budgets
 
     def _captured_program(self, bindings: Bindings) -> CallProgram:
-        if not self._has_tokens:
-            if () not in self.programs:
-                self.programs[()] = SizedProgram(
-                    self._region, self._parameters, self._mode, self._captures.scope
-                )
-            return self.programs[()]
-        key = sizes_of(self.program, bindings)
+        key = sizes_of(self.program, bindings) if self._has_tokens else ()
         if key not in self.programs:
             if len(self.programs) >= _MOST_PROGRAMS:
                 logger.warning("captures of %d other sizes are given up for new ones", _MOST_PROGRAMS)
                 self.clear()
-            budgets, scope = self._budgets(bindings), self._captures.scope
-            self.programs[key] = PaddedProgram(
-                self._region, self._parameters, budgets, bindings, self._mode, scope
+            of, how = (self._region, self._parameters), (self._mode, self._captures.scope)
+            self.programs[key] = (
+                PaddedProgram(*of, self._budgets(bindings), bindings, *how)
+                if self._has_tokens
+                else SizedProgram(*of, *how)
             )
         return self.programs[key]
 
@@ -399,8 +395,8 @@ def own_outputs(program: Program, replayed: Sequence[Any], bindings: Bindings) -
     """Copies the replayed outputs of a call at their true sizes (capture rule 7). Those that share memory, as
     a tensor and its view do, share a copy of it: what the caller writes to one is seen in the other.
     """
-    traced = zip(program.outputs, program.output_shapes, replayed, strict=True)
-    found = [_of_call(*output, bindings) for output in traced]
+    each = zip(program.outputs, program.output_shapes, replayed, strict=True)
+    found = [_of_call(*output, bindings) for output in each]
     own, copies, overwritten = [], [], []
     num_over = Counter(memory for _, memory in found)
     shared: dict[Hashable, torch.Tensor] = {}
