@@ -183,7 +183,8 @@ def traced_files(error: BaseException) -> list[str]:
 
 def is_compiled(function: Any) -> bool:
     """Whether `torch.compile` returned it."""
-    return callable(getattr(function, "get_compiler_config", None))
+    # A copy of a compiled module, by `copy` or from a pickle, is without the first.
+    return any(hasattr(function, name) for name in ("get_compiler_config", "dynamo_ctx"))
 
 
 def original_module(compiled: Callable[..., Any]) -> Any:

@@ -7,8 +7,9 @@ import logging
 import threading
 import weakref
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import replace
+from operator import itemgetter
 from typing import Any, ClassVar, TypeAlias
 
 import torch
@@ -28,9 +29,10 @@ from fxsplit_encoder.backend.call_program import (
     sizes_of,
 )
 from fxsplit_encoder.caching import Recent
+from fxsplit_encoder.capture.buffers import storage_address
 from fxsplit_encoder.capture.pool import GraphPool
 from fxsplit_encoder.compile.blocks import LiveWeights
-from fxsplit_encoder.compile.program import Argument, Bindings, NamedRegion, Program, Ref
+from fxsplit_encoder.compile.program import Argument, Bindings, NamedRegion, Program
 from fxsplit_encoder.compile.sizes import Size
 from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.errors import WeightsMovedError
@@ -109,8 +111,8 @@ class BudgetDispatcher:
         self.statistics = Statistics(log_interval=0)
         self.owners = owners_of_trace() if owners is None else owners
         """Whose graph it is: what `torch.compile` made, and the module."""
-        self.first_parameter: Callable[[], torch.Tensor | None] = lambda: None
-        """Returns the first parameter among the arguments; None: there is none, or it is no more."""
+        self.ends: Sequence[weakref.ref[torch.Tensor]] = ()
+        """The first and the last parameter among the arguments; empty: there is none."""
         self.programs: dict[tuple[int, ...], CallProgram] = {}
         """By the sizes other than the token count: they are part of a capture's shape. Without a token count
         a single one for all sizes."""
@@ -124,7 +126,6 @@ class BudgetDispatcher:
         slots = {entry.slot: f"input {entry.slot}" for entry in program.region_inputs}
         self._region = NamedRegion(program, slots)  # whose inputs have no names but those of their slots
         self._parameters = CallParameters(program, weights)
-        self._outputs = tuple(map(Output.of, program.outputs, program.output_shapes))
         self._segment_slots = [
             entry.slot
             for entry in program.region_inputs
@@ -228,20 +229,16 @@ class BudgetDispatcher:
         return self.known_budgets
 
     def _captured_program(self, bindings: Bindings) -> CallProgram:
-        if not self._has_tokens:
-            if () not in self.programs:
-                self.programs[()] = SizedProgram(
-                    self._region, self._parameters, self._mode, self._captures.scope
-                )
-            return self.programs[()]
-        key = sizes_of(self.program, bindings)
+        key = sizes_of(self.program, bindings) if self._has_tokens else ()
         if key not in self.programs:
             if len(self.programs) >= _MOST_PROGRAMS:
                 logger.warning("captures of %d other sizes are given up for new ones", _MOST_PROGRAMS)
                 self.clear()
-            budgets, scope = self._budgets(bindings), self._captures.scope
-            self.programs[key] = PaddedProgram(
-                self._region, self._parameters, budgets, bindings, self._mode, scope
+            of, how = (self._region, self._parameters), (self._mode, self._captures.scope)
+            self.programs[key] = (
+                PaddedProgram(*of, self._budgets(bindings), bindings, *how)
+                if self._has_tokens
+                else SizedProgram(*of, *how)
             )
         return self.programs[key]
 
@@ -321,45 +318,45 @@ class BudgetDispatcher:
             outputs, planned, budget = program.run(planned, bindings, capture_now=capture_all)
             if budget is None:
                 return [*outputs], planned, None
-            return own_outputs(self._outputs, outputs, bindings), planned, program.key(budget)
+            return own_outputs(self.program, outputs, bindings), planned, program.key(budget)
 
 
 class SharedGraph:
     """Runs one graph for every module of a class, with a dispatcher for the parameters of each.
 
     `torch.compile` passes parameters as arguments, so that a second module of the same code runs the graph of
-    the first. Whose a call is, the address of its first parameter says.
+    the first. Whose a call is, the addresses of its first and its last parameter say: a backbone may be that
+    of several modules, and so may a head.
     """
 
     def __init__(self, first: BudgetDispatcher) -> None:
         self._first = first
-        self._index = min(first.program.static_inputs)
-        self._dispatchers: OrderedDict[int, BudgetDispatcher] = OrderedDict()
+        self._ends_of = itemgetter(min(first.program.static_inputs), max(first.program.static_inputs))
+        self._dispatchers: OrderedDict[tuple[int, int], BudgetDispatcher] = OrderedDict()
         self._lock = threading.Lock()
 
     def __call__(self, args: Sequence[Any]) -> list[Any]:
         """Runs the graph on its inputs, as the dispatcher of their module does."""
-        parameter = args[self._index]
-        dispatcher = self._dispatchers.get(parameter.data_ptr()) or self._dispatcher_of(parameter)
-        return dispatcher(args)
+        first, last = ends = self._ends_of(args)
+        addresses = first.data_ptr(), last.data_ptr()
+        return (self._dispatchers.get(addresses) or self._dispatcher_of(ends, addresses))(args)
 
-    def _dispatcher_of(self, parameter: torch.Tensor) -> BudgetDispatcher:
-        address = parameter.data_ptr()
+    def _dispatcher_of(self, ends: Sequence[torch.Tensor], addresses: tuple[int, int]) -> BudgetDispatcher:
         with self._lock:
-            dispatcher = self._dispatchers.get(address)
+            dispatcher = self._dispatchers.get(addresses)
             if dispatcher is None:  # no other thread has done it
                 dispatcher = self._without_module() or self._another()
-                dispatcher.first_parameter = weakref.ref(parameter)
-                self._dispatchers[address] = dispatcher
+                dispatcher.ends = tuple(map(weakref.ref, ends))
+                self._dispatchers[addresses] = dispatcher
         return dispatcher
 
     def _without_module(self) -> BudgetDispatcher | None:
-        """Takes away a dispatcher whose module has another first parameter now, or is no more."""
-        for address, dispatcher in self._dispatchers.items():
+        """Takes away a dispatcher whose module has other parameters now, or is no more."""
+        for addresses, dispatcher in self._dispatchers.items():
             dispatcher.let_go()
-            parameter = dispatcher.first_parameter()
-            if parameter is None or parameter.data_ptr() != address:
-                return self._dispatchers.pop(address)
+            ends = (reference() for reference in dispatcher.ends)
+            if any(each is None or each.data_ptr() not in addresses for each in ends):
+                return self._dispatchers.pop(addresses)
         return None
 
     def _another(self) -> BudgetDispatcher:
@@ -374,42 +371,41 @@ class SharedGraph:
         return BudgetDispatcher(first.program.for_others(), first.config, LiveWeights(), first.owners)
 
 
-@dataclass(frozen=True, slots=True)
-class Output:
-    """One output of a graph."""
-
-    argument: Argument
-    varying: tuple[tuple[int, Size], ...]
-    """The dimensions whose sizes differ from call to call, with their sizes."""
-
-    @classmethod
-    def of(cls, argument: Argument, shape: Sequence[Size] | None) -> Output:
-        """Makes it from an output of the program and its traced shape."""
-        return cls(argument, tuple((dim, size) for dim, size in enumerate(shape or ()) if size.symbols))
-
-    def of_call(self, replayed: Any, bindings: Bindings) -> tuple[Any, bool]:
-        """Returns the replayed output at its true size, and whether the next replay overwrites it."""
-        argument = self.argument
-        if isinstance(argument, Size):
-            return argument(bindings.symbols), False
-        if not isinstance(replayed, torch.Tensor):
-            return replayed, False
-        assert isinstance(argument, Ref)
-        made_before = bindings.slots[argument.slot]
-        if made_before is not None:  # before the region
-            return made_before, False
-        for dim, size in self.varying:
-            if (true_size := size(bindings.symbols)) != replayed.shape[dim]:
-                replayed = replayed.narrow(dim, 0, true_size)
-        return replayed, True
+def _of_call(
+    argument: Argument, shape: Sequence[Size] | None, replayed: Any, bindings: Bindings
+) -> tuple[Any, Hashable]:
+    """Returns a replayed output at its true size; and the memory that the next replay overwrites, by address
+    and dtype, or None.
+    """
+    if isinstance(argument, Size):
+        return argument(bindings.symbols), None
+    if not isinstance(replayed, torch.Tensor):
+        return replayed, None
+    made_before = bindings.slots[argument.slot]
+    if made_before is not None:  # before the region
+        return made_before, None
+    for dim, size in enumerate(shape or ()):
+        if (true_size := size(bindings.symbols)) != replayed.shape[dim]:
+            replayed = replayed.narrow(dim, 0, true_size)
+    plain = replayed.resolve_conj().resolve_neg()
+    return plain, (storage_address(plain), plain.dtype)
 
 
-def own_outputs(outputs: Sequence[Output], replayed: Sequence[Any], bindings: Bindings) -> list[Any]:
-    """Copies the replayed outputs of a call at their true sizes (capture rule 7)."""
+def own_outputs(program: Program, replayed: Sequence[Any], bindings: Bindings) -> list[Any]:
+    """Copies the replayed outputs of a call at their true sizes (capture rule 7). Those that share memory, as
+    a tensor and its view do, share a copy of it: what the caller writes to one is seen in the other.
+    """
+    each = zip(program.outputs, program.output_shapes, replayed, strict=True)
+    found = [_of_call(*output, bindings) for output in each]
     own, copies, overwritten = [], [], []
-    for output, found in zip(outputs, replayed, strict=True):
-        value, is_overwritten = output.of_call(found, bindings)
-        if is_overwritten:
+    num_over = Counter(memory for _, memory in found)
+    shared: dict[Hashable, torch.Tensor] = {}
+    for value, memory in found:
+        if memory is not None and num_over[memory] > 1:
+            if memory not in shared:
+                shared[memory] = value.new_empty(0).set_(value.untyped_storage().clone())
+            value = shared[memory].as_strided(value.shape, value.stride(), value.storage_offset())
+        elif memory is not None:
             overwritten.append(value)
             value = torch.empty_like(value)
             copies.append(value)
@@ -444,9 +440,9 @@ def _dispatchers_of(compiled: Callable[..., Any]) -> list[BudgetDispatcher]:
     tensors = {*map(id, (*module.parameters(), *module.buffers()))} if is_module else ()
 
     def is_own(dispatcher: BudgetDispatcher) -> bool:
-        parameter = dispatcher.first_parameter() if is_module else None
-        if parameter is not None:  # the graph may be that of another module
-            return id(parameter) in tensors
+        ends = [reference() for reference in dispatcher.ends] if is_module else []
+        if ends and all(each is not None for each in ends):  # the graph may be that of another module
+            return all(id(each) in tensors for each in ends)
         return any(id(reference()) in owners for reference in dispatcher.owners)
 
     return list(filter(is_own, dispatchers()))

@@ -56,14 +56,14 @@ def _describe(leaf: Any, device: torch.device) -> Hashable:
     layout = tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.device
     if leaf.device.type == device.type:
         return layout
-    if leaf.numel() > _MOST_HOST_VALUES:
+    if leaf.device.type != "cpu" or leaf.numel() > _MOST_HOST_VALUES:
         raise InputError(
-            f"a tensor of shape {tuple(leaf.shape)} on {leaf.device} for a module on {device} has more than "
-            f"{_MOST_HOST_VALUES} values, which would all be part of its capture; move it to {device}"
+            f"a tensor of shape {tuple(leaf.shape)} on {leaf.device} for a module on {device} is no part of "
+            f"a capture, as at most {_MOST_HOST_VALUES} values on the host may be; move it to {device}"
         )
     # As bytes, since a NaN would equal no other.
-    values = leaf.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes() if leaf.numel() else b""
-    return (*layout, values)
+    dense = leaf.detach().resolve_conj().resolve_neg().contiguous().flatten()
+    return (*layout, dense.view(torch.uint8).numpy().tobytes() if leaf.numel() else b"")
 
 
 class BreakableCUDAGraphWrapper(nn.Module):

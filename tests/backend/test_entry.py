@@ -122,6 +122,15 @@ def test_warming_up_leaves_no_trace_in_later_calls(made: Any) -> None:
         ({"mode": "fastest"}, "mode: not one of the allowed"),
         ({"config": "missing.yaml"}, "missing.yaml: cannot be read"),
         ({"splitting_ops": ["aten::no_such_op"]}, "splitting_ops: no operator 'aten::no_such_op'"),
+        *(
+            (option, f"{next(iter(option))}: does not apply behind torch.compile")
+            for option in (
+                {"packing": "greedy"},
+                {"paths": {"global": {"mode": "full"}}},
+                {"data_parallel": True},
+                {"start_file": "tower.start"},
+            )
+        ),
         ("reduce-overhead", "mode: torch.compile's modes do not apply to encoder_cg; got 'reduce"),
     ],
 )
@@ -166,20 +175,3 @@ def test_a_failure_of_ours_warns_and_runs_eagerly(monkeypatch: pytest.MonkeyPatc
     with pytest.warns(UserWarning, match="compiling it failed: ZeroDivisionError: ours"):
         output = torch.compile(module, backend="encoder_cg")(x)
     assert torch.equal(output, module(x))
-
-
-@pytest.mark.parametrize(
-    "option",
-    [
-        {"packing": "greedy"},
-        {"paths": {"global": {"mode": "full"}}},
-        {"data_parallel": True},
-        {"start_file": "tower.start"},
-    ],
-    ids=lambda option: next(iter(option)),
-)
-def test_settings_of_a_manager_are_refused(option: dict[str, Any]) -> None:
-    (name,) = option
-    with pytest.raises(fx.ConfigError, match=f"{name}: does not apply behind torch.compile"):
-        entry.check_applies(fx.EncoderConfig(**option))
-    entry.check_applies(fx.EncoderConfig(capture_recurring=False, weight_check_seconds=1.0))

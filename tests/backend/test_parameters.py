@@ -115,3 +115,14 @@ def test_modules_of_one_class_share_a_graph_and_have_their_own_captures(dynamic:
     layer = nn.Linear(4, 4).requires_grad_(False)
     torch.testing.assert_close(compiled(layer)(images), layer(images))
     assert set(dispatchers()) == set(known)
+
+
+@pytest.mark.parametrize("shared", ["weight", "bias"])
+def test_modules_that_share_a_parameter_have_their_own_captures(shared: str) -> None:
+    images, options = torch.randn(3, 4), {"exact_min_hits": 2, "weight_check_seconds": 60}
+    layers = [nn.Linear(4, 4).requires_grad_(False) for _ in range(2)]
+    setattr(layers[1], shared, getattr(layers[0], shared))
+    modules: list[Any] = [torch.compile(layer, backend="encoder_cg", options=options) for layer in layers]
+    for module, layer in list(zip(modules, layers, strict=True)) * 4:
+        torch.testing.assert_close(module(images), layer(images))
+    assert [fx.stats(module).hits for module in modules] == [3, 3]

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 import fxsplit_encoder as fx
 from fxsplit_encoder.backend import BudgetDispatcher
 
+from .towers import compile_it
+
 Made = Callable[[], list[BudgetDispatcher]]
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -90,11 +92,6 @@ def params(zoo: dict[str, Callable[[], nn.Module]]) -> list[Any]:
 def made_of(make: Callable[[], nn.Module]) -> nn.Module:
     torch.manual_seed(0)
     return make().eval().requires_grad_(False)
-
-
-def compile_it(module: nn.Module, **options: Any) -> Any:
-    dynamic = options.pop("dynamic", None)
-    return torch.compile(module, backend="encoder_cg", dynamic=dynamic, options=options)
 
 
 def tensors(output: Any) -> list[Tensor]:

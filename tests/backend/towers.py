@@ -15,6 +15,10 @@ def compiled(tower: Any, **options: Any) -> Any:
     return torch.compile(tower, backend="encoder_cg", fullgraph=True, options={**OPTIONS, **options})
 
 
+def compile_it(module: Any, dynamic: bool | None = None, **options: Any) -> Any:
+    return torch.compile(module, backend="encoder_cg", dynamic=dynamic, options=options)
+
+
 @torch.no_grad()
 def features(tower: Any, pixels: Tensor) -> Tensor:
     output: Tensor = tower(pixels, GRID)

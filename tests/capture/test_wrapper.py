@@ -73,9 +73,11 @@ def test_values_on_the_host_count_for_a_module_on_a_gpu() -> None:
     assert descriptor(grid) == descriptor(grid + 1)
     nan = torch.tensor(float("nan"), dtype=torch.bfloat16)
     assert descriptor(nan, device=CUDA) == descriptor(nan.clone(), device=CUDA)
-    descriptor(torch.zeros(4096), device=CUDA)
-    with pytest.raises(InputError, match=r"\(4097,\) on cpu for a module on cuda has more than 4096 values"):
-        descriptor(torch.zeros(4097), device=CUDA)
+    conjugate = torch.zeros(4096, dtype=torch.complex64).conj()
+    assert descriptor(conjugate, device=CUDA) == descriptor(conjugate.clone(), device=CUDA)
+    for other in (torch.zeros(4097), torch.zeros(3, device="meta")):
+        with pytest.raises(InputError, match=rf"on {other.device} for a module on cuda .* at most 4096"):
+            descriptor(other, device=CUDA)
 
 
 # --- what runs eagerly

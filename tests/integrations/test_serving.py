@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 from typing import Any
 
@@ -45,11 +46,11 @@ def test_a_manager_is_counted_and_warmed_up(tiny_towers: Any, make_batch: Any) -
 @torch.no_grad()
 def test_calls_of_a_compiled_module_are_its_items(fresh_dynamo: None) -> None:
     first, second = (torch.compile(Layer(), backend="encoder_cg", options=OPTIONS) for _ in range(2))
-    function = torch.compile(attention, backend="encoder_cg", options=OPTIONS)
-    for compiled in (first, first, function):
+    function, copied = torch.compile(attention, backend="encoder_cg", options=OPTIONS), copy.deepcopy(first)
+    for compiled in (first, first, function, copied):
         compiled(torch.randn(3, 4, 16))
-    counted = [fx.stats(each).items for each in (first, second, function)]
-    assert counted == [2, 0, 1]
+    counted = [fx.stats(each).items for each in (first, second, function, copied)]
+    assert counted == [2, 0, 1, 1]
     stats = fx.stats(first)
     assert stats.hits + sum(stats.misses.values()) == 2
     assert sum(stats.fallback_runs.values()) == sum(stats.misses.values())

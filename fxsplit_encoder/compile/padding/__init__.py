@@ -18,6 +18,7 @@ rounding where a kernel adds in another order at another size.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,6 +27,7 @@ import sympy
 import torch
 from torch import fx
 
+from fxsplit_encoder._torch.tensors import storage_id
 from fxsplit_encoder.compile.padding.rules import (
     ATTENTIONS,
     CONSTRUCTORS,
@@ -53,7 +55,7 @@ from fxsplit_encoder.compile.padding.states import (
     token_dim,
 )
 from fxsplit_encoder.compile.rewriting import arguments_of
-from fxsplit_encoder.compile.sizes import shape_exprs
+from fxsplit_encoder.compile.sizes import expression, shape_exprs
 
 __all__ = ["SEGMENTS", "SHARED", "PaddingReport", "Rows", "State", "analyse", "capture_refusal", "token_dim"]
 
@@ -102,7 +104,7 @@ def analyse(
     seeds: Mapping[fx.Node, State],
     token_symbol: str,
     assumptions: Iterable[sympy.Basic] = (),
-    outputs: Iterable[fx.Node] = (),
+    outputs: Sequence[fx.Node] = (),
 ) -> PaddingReport:
     """Proves that a region may be padded, or reports where the proof fails.
 
@@ -132,6 +134,14 @@ def analyse(
         (node.name, "tokens leave the graph joined with an outer dimension")
         for node in outputs
         if node in joined
+    ]
+    tensors = {node: node.meta["val"] for node in outputs if isinstance(node.meta["val"], torch.Tensor)}
+    num_over = Counter(map(storage_id, tensors.values()))
+    reasons += [
+        (node.name, "outputs share memory, in strides that change with the token count")
+        for node, value in tensors.items()
+        for size, stride in zip(shape_exprs(value), value.stride(), strict=True)
+        if num_over[storage_id(value)] > 1 and size != 1 and token_symbol in symbols_of(expression(stride))
     ]
     mixed = [node for node in nodes if isinstance(states.get(node), Mixed)]
     return PaddingReport(
