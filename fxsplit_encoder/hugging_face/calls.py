@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
 from abc import ABC, abstractmethod
@@ -123,12 +124,6 @@ class Calls(ABC):
         """Returns a function that makes the fields and layers of a call from its encoded items."""
 
 
-def asked_for(given: Mapping[str, Any], configured: Mapping[str, Any]) -> set[str]:
-    """Fields of the output that arguments or the configuration add."""
-    settled = {**configured, **{option: value for option, value in given.items() if value is not None}}
-    return {name for option, name in PENDING.items() if settled[option]}
-
-
 def is_pixels(value: Any, dims: int | None = None) -> TypeGuard[Tensor]:
     """Whether an input has pixels to encode: a tensor with data."""
     return (
@@ -162,8 +157,11 @@ def accepts(module: nn.Module, name: str) -> bool:
 
 
 def twin_of(tower: nn.Module) -> nn.Module:
-    """A linked copy in evaluation mode without hooks: the tower's own run around whatever takes its place."""
+    """A linked copy in evaluation mode, whose output is no tuple; hooks run around what takes its place."""
     twin = linked_copy(tower)
+    config: Any = copy.copy(twin.config)
+    config.return_dict = True
+    twin.config = config
     for module in twin.modules():
         vars(module)["training"] = False
     vars(twin)[OWN] = True
@@ -310,7 +308,8 @@ class PixtralCalls(Calls):
 
 STATES = "hidden_states"
 _INTERPOLATES = "interpolate_pos_encoding"
-_OUTPUT = ("last_hidden_state", "pooler_output")
+OUTPUT = ("last_hidden_state", "pooler_output")
+"""Fields that a model is assumed to read of a tower, before others are known."""
 
 
 class DenseKey(NamedTuple):
@@ -393,7 +392,7 @@ class DenseCalls(Calls):
 
     def plain_fields(self, example: Any) -> list[Field]:
         """The tensors of an output that nothing was asked of."""
-        return [(name, None) for name in _OUTPUT if example.get(name) is not None]
+        return [(name, None) for name in OUTPUT if example.get(name) is not None]
 
     def captured(self, example: Any) -> list[Field]:
         """Hidden states that the model reads, and the other fields that it reads; of no states all others."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,13 +18,15 @@ from fxsplit_encoder._torch.structure import Structure
 from fxsplit_encoder._torch.transformers import attention_implementation
 from fxsplit_encoder.caching import Recent
 from fxsplit_encoder.config import EncoderConfig
-from fxsplit_encoder.errors import UnsupportedTowerError
-from fxsplit_encoder.hugging_face.calls import PENDING, Call, Maker, Reads, accepts, twin_of
+from fxsplit_encoder.errors import InputError, UnsupportedTowerError
+from fxsplit_encoder.hugging_face.calls import PENDING, Call, Maker, Reads, twin_of
+from fxsplit_encoder.hugging_face.outputs import make_output
 from fxsplit_encoder.hugging_face.rules import calls_of
 from fxsplit_encoder.manager import EncoderCudaGraphManager
 from fxsplit_encoder.planning.plan import MissReason
 from fxsplit_encoder.runtime.statistics import ManagerStats
 from fxsplit_encoder.towers.base import first_parameter
+from fxsplit_encoder.towers.rules import MODEL_ERRORS
 
 _MOST_KEYS = 8
 """Sizes of images that are captured for one tower at a time; calls of others go to the tower itself."""
@@ -83,9 +85,8 @@ class CapturedTower:
         self._matters: Recent[str, bool] = Recent(_MOST_SEEN)
         """Whether the tower reads an argument."""
         tower_config = getattr(tower, "config", None)
-        self.configured = {name: getattr(tower_config, name, False) for name in PENDING}
-        """What the configuration says of the output, where a call does not."""
-        self.configured["return_dict"] = getattr(tower_config, "return_dict", True)
+        self._configured = {name: getattr(tower_config, name, False) for name in PENDING}
+        self._configured["return_dict"] = getattr(tower_config, "return_dict", True)
         attention = attention_implementation(tower_config)
         self.calls: Any = None
         self.refusal: tuple[MissReason, str] | None = None
@@ -146,6 +147,12 @@ class CapturedTower:
     def in_training(self) -> str | None:
         """The first module of the tower in training mode, where that matters."""
         return "the tower" if self._tower.training else self.structure.in_training()
+
+    def asked(self, given: Mapping[str, Any]) -> tuple[set[str], Any, bool]:
+        """What a call, or else the configuration, asks for: more fields, which hidden states, and a tuple."""
+        settled = {**self._configured, **{name: value for name, value in given.items() if value is not None}}
+        fields = {name for option, name in PENDING.items() if settled[option]}
+        return fields, settled["output_hidden_states"], settled["return_dict"] is False
 
     # --- serving
 
@@ -211,18 +218,18 @@ class CapturedTower:
     def _example(self, key: Hashable) -> tuple[dict[str, Any], nn.Module]:
         """The arguments of a small call, and a new copy of the tower, since this may install hooks."""
         call = tree_map_only(torch.Tensor, lambda tensor: tensor.to(self.device), self.calls.example(key))
-        twin = twin_of(self._tower)
-        return {**call, **({"return_dict": True} if accepts(twin, "return_dict") else {})}, twin
+        return call, twin_of(self._tower)
 
     def _make(self, key: Hashable) -> Served:
         call, twin = self._example(key)
         with torch.inference_mode(False), torch.no_grad():
             states = {"output_hidden_states": True} if self.calls.with_states else {}
-            output = twin(**{**call, **states})
+            try:
+                output = twin(**{**call, **states})
+            except MODEL_ERRORS as error:
+                raise InputError(f"a small call, of {key}, raises {error!r}") from error
         meta = tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), dict(output))
-        example = type(output)(**meta)
-        for name in meta:  # hidden states come after all others, whatever the class says
-            example.move_to_end(name)
+        example = make_output(type(output), meta)
         manager = EncoderCudaGraphManager(self.calls.adapter(key, example), self.config)
         return Served(manager, example, self.calls.maker(example))
 

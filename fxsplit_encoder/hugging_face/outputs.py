@@ -83,9 +83,8 @@ register_tuple(LazyTuple)
 
 def make_output(kind: type, values: Mapping[str, Any]) -> Any:
     """An output of the tower's class `kind` with values for all fields, in order; any may be a `Lazy`."""
-    if not any(type(value) in (Lazy, LazyTuple) for value in values.values()):
-        return kind(**values)
-    output = _deferring(kind)(**values)
+    is_whole = not any(type(value) in (Lazy, LazyTuple) for value in values.values())
+    output = (kind if is_whole else _deferring(kind))(**values)
     if [*values] != [*output]:
         for name in values:
             output.move_to_end(name)

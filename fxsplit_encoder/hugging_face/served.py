@@ -23,7 +23,7 @@ from fxsplit_encoder._torch.transformers import selected_hidden_states
 from fxsplit_encoder.caching import Recent
 from fxsplit_encoder.config import EncoderConfig
 from fxsplit_encoder.errors import InputError, UnsupportedTowerError, WeightsLayoutError
-from fxsplit_encoder.hugging_face.calls import PENDING, Made, Reads, accepts, asked_for
+from fxsplit_encoder.hugging_face.calls import OUTPUT, PENDING, Made, Reads, accepts
 from fxsplit_encoder.hugging_face.captured import CapturedTower, Served
 from fxsplit_encoder.hugging_face.outputs import Lazy, LazyTuple, make_output
 from fxsplit_encoder.planning.plan import MissReason
@@ -33,9 +33,6 @@ from fxsplit_encoder.towers.base import matters, needs_gradients, settle
 from fxsplit_encoder.towers.inputs import number_of
 
 logger = logging.getLogger(__name__)
-
-_OUTPUT: Reads = frozenset({"last_hidden_state", "pooler_output"})
-"""Fields that a model is assumed to read of a tower, before others are known."""
 
 _MOST_LOGGED = 64
 
@@ -72,7 +69,7 @@ class ServedTower:
     _by_number: ClassVar[weakref.WeakValueDictionary[int, ServedTower]] = weakref.WeakValueDictionary()
 
     def __init__(self, found: FoundTower, config: EncoderConfig, previous: Callable[..., Any] | None) -> None:
-        self.name = found.name
+        self.name = found.name or "the model"
         self.config = config
         self.active = True
         self.number = next(self._numbers)
@@ -148,9 +145,12 @@ class ServedTower:
         try:
             own_matter = functools.partial(self._matters, captured)
             inputs, changing = settle(given, captured.calls.input_names, own_matter)
-            fields, selected = asked_for(given, captured.configured), None
+            (fields, states, is_tuple), selected = captured.asked(given), None
+            # A tower that a rule serves may leave out of a tuple what an output has.
+            leaves_out = is_tuple and fields and captured.seen[1] is not None
+            changing |= {"return_dict": False} if leaves_out else {}
             if "hidden_states" in fields:
-                captured, selected = self._reading(captured, given)
+                captured, selected = self._reading(captured, states)
             call = captured.calls.read(inputs, changing)
             if isinstance(call, MissReason):
                 self._warn_of_miss(call, changing)
@@ -176,9 +176,7 @@ class ServedTower:
         made = served.make(call, items)
         values = _values(served, made, fields, selected, read, captured.calls.with_states)
         output = make_output(type(served.example), values)
-        asked = given.get("return_dict")
-        returns_dict = captured.configured["return_dict"] if asked is None else asked
-        return output if returns_dict is not False else output.to_tuple()
+        return output.to_tuple() if is_tuple and captured.reads_argument("return_dict") else output
 
     def _matters(self, captured: CapturedTower, name: str, value: Any) -> bool:
         """Whether the tower's forward reads an argument that changes its fields, not the default's value."""
@@ -196,15 +194,9 @@ class ServedTower:
 
     # --- what the model reads
 
-    def _reading(
-        self, captured: CapturedTower, given: Mapping[str, Any]
-    ) -> tuple[CapturedTower, list[int] | None]:
+    def _reading(self, captured: CapturedTower, asked: Any) -> tuple[CapturedTower, list[int] | None]:
         """Captures that also make the layers that a call selects, and these; None: all."""
-        asked = given.get("output_hidden_states")
-        selected = selected_hidden_states(
-            captured.configured["output_hidden_states"] if asked is None else asked
-        )
-        calls = captured.calls
+        selected, calls = selected_hidden_states(asked), captured.calls
         if selected is None or calls is None or not calls.makes_layers:
             return captured, selected
         count = calls.num_states
@@ -217,7 +209,7 @@ class ServedTower:
     def _learn(self, captured: CapturedTower, what: Iterable[int | str]) -> None:
         """Adds fields or layers to what captures make from the next call on."""
         with self._lock:
-            known = self._reads or (_OUTPUT if captured.has_captures else frozenset())
+            known = self._reads or frozenset(OUTPUT if captured.has_captures else ())
             self._reads = known.union(what)
 
     def _read(self, captured: CapturedTower, served: Served, whole: Lazy, what: int | str) -> Any:
@@ -355,7 +347,12 @@ def _values(
     `with_states` are there only if hidden states are asked for.
     """
     values: dict[str, Any] = {}
-    for name in served.example:
+    names = [*served.example]
+    if "attentions" in fields and "attentions" in type(served.example).__dataclass_fields__:
+        # They follow hidden states, also where a tower puts other fields after both.
+        place = names.index("hidden_states") + 1 if "hidden_states" in names else len(names)
+        names.insert(place, "attentions")
+    for name in names:
         if name in made:
             values[name] = made[name]
         elif name in with_states and "hidden_states" not in fields:
@@ -369,8 +366,6 @@ def _values(
             values[name] = LazyTuple(
                 made.get(n, Lazy(functools.partial(read, n))) if n in chosen else None for n in range(count)
             )
-    if "attentions" in fields and "attentions" in type(served.example).__dataclass_fields__:
-        values["attentions"] = Lazy(functools.partial(read, "attentions"))
     return values
 
 

@@ -352,6 +352,7 @@ def test_options_are_those_of_the_tower(options: dict[str, Any], case: Case) -> 
 def test_what_the_configuration_asks_for_is_there(case: Case) -> None:
     for tower in (case.tower, case.reference_tower):
         tower.config.output_hidden_states = True
+        tower.config.return_dict = False
     case.assert_as_reference()
     assert len(case.features(case.model).hidden_states) == 3
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -77,14 +78,41 @@ def test_a_pyramid_and_its_hidden_states() -> None:
     config = transformers.ConvNextConfig(
         hidden_sizes=[8, 16], depths=[1, 1], num_stages=2, image_size=32, out_indices=[1, 2]
     )
-    images = torch.randn(2, 3, 32, 32)
-    reference = transformers.ConvNextBackbone(config).eval()
-    model = transformers.ConvNextBackbone(config).eval()
-    model.load_state_dict(reference.state_dict())
-    fx.accelerate(model, UNTRACED)
+    images, reference = torch.randn(2, 3, 32, 32), transformers.ConvNextBackbone(config).eval()
+    model = fx.accelerate(copy.deepcopy(reference), UNTRACED)
     for options in ({}, {"output_hidden_states": True}, {"output_hidden_states": True}):
         assert_close(model(images, **options), reference(images, **options))
     assert fx.stats(model).misses == {MissReason.UNCAPTURED_OUTPUT: 1}
+
+
+@pytest.mark.parametrize("option", ["output_attentions", "return_dict"])
+@torch.no_grad()
+def test_fields_stand_where_the_tower_has_them(option: str) -> None:
+    """Swin's line has others after attentions, and leaves them out of a tuple."""
+    config = transformers.DonutSwinConfig(
+        image_size=32, embed_dim=8, depths=[1, 1], num_heads=[1, 2], window_size=2
+    )
+    reference = transformers.DonutSwinModel(config).eval()
+    both = fx.accelerate(copy.deepcopy(reference), {"enabled": False}), reference
+    images, options = torch.randn(1, 3, 32, 32), {option: option == "output_attentions"}
+    assert_close(*(each(images, output_hidden_states=True, **options) for each in both))
+
+
+@torch.no_grad()
+def test_a_tower_need_not_do_what_its_arguments_say() -> None:
+    """It has hidden states of images of one size alone, and returns no tuple."""
+
+    class Part(Tower):
+        def forward(self, pixel_values: torch.Tensor, output_hidden_states: bool = False, **_: Any) -> Any:
+            output = super().forward(pixel_values)
+            if output_hidden_states:
+                output.hidden_states = (output.last_hidden_state.view(-1, 16, 8),)
+            return output
+
+    model = fx.accelerate(tower(Part), {"enabled": False, "exact_min_hits": 1})
+    for images in (pixels(), torch.randn(1, 3, 24, 24)):
+        assert_close(model(images, return_dict=False), tower(Part)(images))
+    assert fx.stats(model).misses == {MissReason.DISABLED: 1, MissReason.UNSUPPORTED_INPUT: 1}
 
 
 @torch.no_grad()
@@ -194,7 +222,7 @@ def test_images_that_read_one_another_are_not_served(caplog: pytest.LogCaptureFi
             assert_close(model(pixels()), tower(Mixes)(pixels()))
     assert fx.stats(model).misses == {MissReason.UNSUPPORTED_GRAPH: 2}
     (record,) = caplog.records
-    assert "with another image of the batch" in record.getMessage()
+    assert record.getMessage().startswith("the model: encoded without captures: Mixes: its output changes by")
 
 
 # --- which towers a model has

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -283,14 +284,7 @@ TOWERS = {
     "clip": (clip, CLASS_TOKEN),
     "clip before its last layer": (
         clip,
-        fx.DenseTowerSpec(
-            SHAPE,
-            4,
-            16,
-            output=lambda result: result.hidden_states[-2],
-            rows=slice(1, None),
-            options={"output_hidden_states": True},
-        ),
+        replace(CLASS_TOKEN, output=lambda r: r.hidden_states[-2], options={"output_hidden_states": True}),
     ),
     "dinov2": (dinov2, CLASS_TOKEN),
 }
