@@ -197,8 +197,7 @@ class EncodeQueue(Generic[ItemT, ResultT]):
             raise InputError(f"cost: expected a number of at least 0; got {cost}")
         if timeout_s is not None and not timeout_s > 0:
             raise InputError(f"timeout_s: expected a positive number; got {timeout_s}")
-        future: Future[ResultT] = Future()
-        entry = _Item(item, cost, tenant, future)
+        entry = _Item(item, cost, tenant, Future())
         with self.lock:
             self._check_open(tenant)
             self._num_submitted += 1
@@ -209,8 +208,8 @@ class EncodeQueue(Generic[ItemT, ResultT]):
                 heapq.heappush(self._deadlines, (entry.deadline, self._num_submitted, entry))
                 self._clock.look()
             self.work.notify_all()
-        future.add_done_callback(lambda done: self._forget(entry) if done.cancelled() else None)
-        return future
+        entry.future.add_done_callback(lambda done: self._forget(entry) if done.cancelled() else None)
+        return entry.future
 
     def submit_batch(self, items: Sequence[ItemT]) -> list[Future[ResultT]]:
         """Add a batch that is launched as it is, ahead of items that wait; it cannot be cancelled."""
