@@ -48,7 +48,7 @@ class ProcessorSettings:
 
     def on(self, first: OnDevice) -> ProcessorSettings:
         """The same for a device that does the steps from `first` on, as Pillow does them."""
-        return self if first == "normalize" else replace(self, own=None, on_device=first)
+        return replace(self, on_device=first)
 
     def image_processor(self, model: str, name: str, **settings: Any) -> Any:
         """This one, or else transformers' of a model, without torchvision."""

@@ -87,7 +87,7 @@ class Preparer:
         processors = self.checkpoint.processors().on(settings.on_device)
         whole = self.family.prepare(config, processors)
         later = self.family.prepare(config, processors.normalizing_later())
-        self.values = pixel_table(whole, later, "image")
+        self.values = pixel_table(whole, later, "image", settings.on_device)
         """(channels, 256): what the encoder makes of each value of each channel of uint8; None: that is not
         what the model's processor does, whose floats are prepared."""
         self._preparation = whole if self.values is None else later

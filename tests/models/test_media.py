@@ -6,6 +6,7 @@ import io
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import numpy as np
@@ -122,6 +123,28 @@ def test_a_table_is_given_only_where_it_makes_the_same_values() -> None:
     assert pixel_table(*preparations, "image") is not None
     assert pixel_table(*map(Brightened, preparations), "image") is None  # type: ignore[arg-type]
     assert pixel_table(object(), object(), "image") is None  # type: ignore[arg-type]
+
+
+CLIP = {"size": {"shortest_edge": 28}, "crop_size": {"height": 28, "width": 28}}
+
+
+@pytest.mark.parametrize("other", [{}, {"do_normalize": False}, {"rescale_factor": 1 / 128}])
+@pytest.mark.parametrize(
+    ("name", "kind", "settings", "more"),
+    [
+        ("clip_vision_model", "clip.image_processing_pil_clip.CLIP", CLIP, {"do_center_crop": False}),
+        ("qwen3_vl", "qwen2_vl.image_processing_pil_qwen2_vl.Qwen2VL", {"patch_size": 16}, {"resample": 2}),
+    ],
+)
+def test_a_device_resizes_where_that_makes_what_the_checkpoints_processor_makes(
+    name: str, kind: str, settings: dict[str, Any], more: dict[str, Any], other: dict[str, Any]
+) -> None:
+    for changed in (other, {**other, **more}):
+        processor = resolve_name(f"transformers.models.{kind}ImageProcessorPil")(**settings, **changed)
+        given = ProcessorSettings(processor.to_dict(), own=processor).on("resize")
+        ways = (given, given.normalizing_later())
+        both = [FAMILIES[name].prepare(settings_of(name), each) for each in ways]
+        assert (pixel_table(*both, "image", "resize") is not None) == (not changed)
 
 
 @pytest.mark.parametrize("name", sorted(set(NAMES) - set(OF_CLIPS)))
