@@ -182,8 +182,7 @@ def traced_files(error: BaseException) -> list[str]:
 
 
 def is_compiled(function: Any) -> bool:
-    """Whether `torch.compile` returned it."""
-    # A copy of a compiled module, by `copy` or from a pickle, is without the first.
+    """Whether `torch.compile` returned it, or it is a copy of that, which is without the first attribute."""
     return any(hasattr(function, name) for name in ("get_compiler_config", "dynamo_ctx"))
 
 
