@@ -94,7 +94,7 @@ def test_a_mask_that_the_tower_does_not_read_is_none(is_whole: bool) -> None:
 @pytest.mark.parametrize("value", [True, torch.ones(2), "text"])
 def test_an_argument_for_another_is_served(value: Any) -> None:
     case = tower()
-    case.call(images(), for_another=value)
+    case.call(images(), for_another=value, return_dict=False)
     assert case.misses() == {}
 
 
