@@ -98,6 +98,12 @@ def test_an_argument_for_another_is_served(value: Any) -> None:
     assert case.misses() == {}
 
 
+def test_pixels_of_another_dtype_than_the_towers() -> None:
+    case = Case(transformers.PixtralVisionModel(transformers.PixtralVisionConfig(**TOWER)))
+    case.call(images().half(), image_sizes=torch.tensor([[16, 16], [8, 12]]))
+    assert case.misses() == {}
+
+
 def test_an_argument_that_the_tower_reads_is_a_miss_with_one_warning(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
