@@ -284,7 +284,7 @@ class PixtralCalls(Calls):
         patches = [
             adapter.patches(image[:, : height * side, : width * side])
             for image, (_, height, width) in zip(
-                call.inputs["pixel_values"], call.inputs["image_grid_thw"], strict=True
+                call.inputs["pixel_values"].to(adapter.dtype), call.inputs["image_grid_thw"], strict=True
             )
         ]
         return {**call.inputs, "pixel_values": patches}

@@ -176,7 +176,7 @@ class ServedTower:
         made = served.make(call, items)
         values = _values(served, made, fields, selected, read, captured.calls.with_states)
         output = make_output(type(served.example), values)
-        return output.to_tuple() if is_tuple and captured.reads_argument("return_dict") else output
+        return output.to_tuple() if is_tuple else output
 
     def _matters(self, captured: CapturedTower, name: str, value: Any) -> bool:
         """Whether the tower's forward reads an argument that changes its fields, not the default's value."""

@@ -94,7 +94,13 @@ def test_a_mask_that_the_tower_does_not_read_is_none(is_whole: bool) -> None:
 @pytest.mark.parametrize("value", [True, torch.ones(2), "text"])
 def test_an_argument_for_another_is_served(value: Any) -> None:
     case = tower()
-    case.call(images(), for_another=value)
+    case.call(images(), for_another=value, return_dict=False)
+    assert case.misses() == {}
+
+
+def test_pixels_of_another_dtype_than_the_towers() -> None:
+    case = Case(transformers.PixtralVisionModel(transformers.PixtralVisionConfig(**TOWER)))
+    case.call(images().half(), image_sizes=torch.tensor([[16, 16], [8, 12]]))
     assert case.misses() == {}
 
 

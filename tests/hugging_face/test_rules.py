@@ -99,11 +99,11 @@ def test_fields_stand_where_the_tower_has_them(option: str) -> None:
 
 
 @torch.no_grad()
-def test_a_tower_need_not_do_what_its_arguments_say() -> None:
-    """It has hidden states of images of one size alone, and returns no tuple."""
+def test_a_tower_may_have_hidden_states_of_one_size_alone() -> None:
+    """As Hiera; images of another size go to the tower itself, which is not asked for them."""
 
     class Part(Tower):
-        def forward(self, pixel_values: torch.Tensor, output_hidden_states: bool = False, **_: Any) -> Any:
+        def forward(self, pixel_values: torch.Tensor, output_hidden_states: bool = False) -> Any:
             output = super().forward(pixel_values)
             if output_hidden_states:
                 output.hidden_states = (output.last_hidden_state.view(-1, 16, 8),)
@@ -111,7 +111,7 @@ def test_a_tower_need_not_do_what_its_arguments_say() -> None:
 
     model = fx.accelerate(tower(Part), {"enabled": False, "exact_min_hits": 1})
     for images in (pixels(), torch.randn(1, 3, 24, 24)):
-        assert_close(model(images, return_dict=False), tower(Part)(images))
+        assert_close(model(images), tower(Part)(images))
     assert fx.stats(model).misses == {MissReason.DISABLED: 1, MissReason.UNSUPPORTED_INPUT: 1}
 
 
