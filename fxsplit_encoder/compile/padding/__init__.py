@@ -168,13 +168,17 @@ def _source_line(node: fx.Node) -> str:
     return f"{path}:{rest.removeprefix(', line ')}{code}"
 
 
-def capture_refusal(nodes: Iterable[fx.Node]) -> str:
+def capture_refusal(nodes: Sequence[fx.Node]) -> str:
     """Returns why a region may never be captured; empty: it may."""
     for node in nodes:
         name = operation(node)
         is_dense = name in DENSE_ATTENTIONS
         if draws_random_numbers(node) and not (is_dense and not arguments_of(node).get("dropout_p")):
             return f"{name} draws random numbers"
+    values = [node.meta.get("val") for node in nodes]
+    devices = {str(value.device) for value in values if isinstance(value, torch.Tensor)} - {"cpu"}
+    if len(devices) > 1:  # a graph is captured on a stream of one
+        return f"it computes on several devices: {', '.join(sorted(devices))}"
     return ""
 
 

@@ -5,10 +5,11 @@ from collections.abc import Callable, Mapping
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, fx
+from torch._subclasses import FakeTensorMode
 
 from fxsplit_encoder.compile.build import build_program
-from fxsplit_encoder.compile.padding import PaddingReport
+from fxsplit_encoder.compile.padding import PaddingReport, capture_refusal
 from fxsplit_encoder.compile.program import BoundProgram
 from fxsplit_encoder.compile.rewriting import permute_rows
 from fxsplit_encoder.compile.trace import trace_forward
@@ -158,6 +159,16 @@ def report_of(forward: Forward) -> PaddingReport:
         return forward(attend(named["x"], named["cu"]), named)
 
     return build_program(aten_graph(call, *inputs.values()).module, (), EAGER).padding
+
+
+def test_work_on_several_gpus_is_never_captured() -> None:
+    with FakeTensorMode():
+        values = [torch.empty(4, device=device) for device in ("cpu", "cuda:0", "cuda:1")]
+    nodes = [fx.Graph().placeholder("x") for _ in values]
+    for node, value in zip(nodes, values, strict=True):
+        node.meta["val"] = value
+    assert capture_refusal(nodes[:2]) == ""
+    assert capture_refusal(nodes) == "it computes on several devices: cuda:0, cuda:1"
 
 
 @pytest.mark.parametrize("forward", PROVED.values(), ids=PROVED)
