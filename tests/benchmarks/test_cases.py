@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,8 @@ import pytest
 import serving
 import torch
 from bench import parse
-from cases import encoder, requests, towers
-from cases.vllm_serving import AT_ONCE, _row, order_of_start, plugin_problem, use_one_node
+from cases import encoder, towers
+from cases.vllm_serving import AT_ONCE, _row, plugin_problem
 from decoder import TINY, Decoder
 from kernel_times import Kernel, kind_of, shares
 from storage import Record, load, new_result
@@ -152,25 +151,6 @@ def test_every_family_is_measured_with_its_configuration() -> None:
         assert file is None or towers.chosen_config(name, tiny=False).model_fields_set
 
 
-def test_a_tower_that_fails_leaves_its_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(name: str) -> None:
-        raise RuntimeError(f"no {name}")
-
-    monkeypatch.setattr(towers, "narrow_tower", fail)
-    arguments = parse(
-        ["towers", "--tiny", "--models", "clip-l-336", "step3p7", "--output", f"{tmp_path}/out"]
-    )
-    assert arguments.run(arguments) == 1
-    failures = [row["failure"] for row in load(tmp_path / "out")["rows"]]
-    assert failures == ["RuntimeError: no clip-l-336", "RuntimeError: no step3p7"]
-
-
-def test_a_summary_compares_request_by_request() -> None:
-    eager, ours = requests.summary({"eager": [4.0, 1.0, 9.0], "ours": [1.0, 2.0, 3.0]})
-    assert (eager["p50"], ours["mean"], ours["p99"]) == (4.0, 2.0, 3.0)
-    assert ours["slowest / eager"] == 2.0
-
-
 def _parsed(*options: str) -> Any:
     return parse(["encoder", *options])
 
@@ -179,17 +159,12 @@ def _parsed(*options: str) -> Any:
     ("name", "kind"),
     [
         ("nvjet_tst_192x192_64x4_2x1_v_bz_coopB_bias_TNT", "products"),
-        ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64", "products"),
         ("void cutlass::device_kernel<GemmUniversal>(Params)", "products"),
-        ("void splitKreduce_kernel<32, 16>(float)", "products"),
         ("kernel_cutlass_kernel_flash_attncuteflash_fwd_sm90FlashAttentionForwardSm90", "attention"),
-        ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16", "attention"),
         ("_attend_tile", "attention"),
         ("triton_red_fused_native_layer_norm_3", "norms and pointwise"),
-        ("triton_poi_fused_addmm_convolution_gelu_5", "norms and pointwise"),
         ("triton_tem_fused_addmm_7", "products"),
         ("Memcpy DtoD (Device -> Device)", "copies"),
-        ("Memset (Device)", "copies"),
     ],
 )
 def test_a_kernel_is_known_by_its_name(name: str, kind: str) -> None:
@@ -215,20 +190,6 @@ def test_an_engine_whose_encoder_is_not_the_plugins_is_no_measurement_of_it() ->
     assert plugin_problem("INFO all is well\n") == "the plugin made no manager"
 
 
-def test_every_engine_runs_on_the_node_with_most_of_the_cores(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    kept: list[set[int]] = []
-    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1, 4, 5, 6})
-    monkeypatch.setattr(os, "sched_setaffinity", lambda process, cores: kept.append(cores))
-    use_one_node(tmp_path)  # a host that does not say
-    for number, cores in enumerate(("0-3\n", "4-6,9\n")):
-        (tmp_path / f"node{number}").mkdir()
-        (tmp_path / f"node{number}" / "cpulist").write_text(cores, encoding="utf-8")
-    use_one_node(tmp_path)
-    assert kept == [{4, 5, 6}]
-
-
 def test_rounds_are_told_as_one_row() -> None:
     rounds = [
         {"answers": [[1, 2], [3, 4]], "first": [10.0, 30.0], "seconds": 0.5},
@@ -247,8 +208,3 @@ def test_rounds_are_told_as_one_row() -> None:
     assert _row("ours", AT_ONCE, rounds, expected)["requests per second"] == 2.0
     rounds[1]["engine"] = 1
     assert _row("ours", "4 images", rounds, expected) == {**told, "same": 1.0, "p50 by engine": [10.0, 20.0]}
-
-
-def test_no_variant_is_always_the_first_to_start() -> None:
-    started = [engine.name for engine in order_of_start(["vllm", "ours"], 3)]
-    assert started == ["vllm-0", "ours-0", "ours-1", "vllm-1", "vllm-2", "ours-2"]
