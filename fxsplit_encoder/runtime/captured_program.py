@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeAlias
 import torch
 
 from fxsplit_encoder._torch.modes import in_inference_mode as inference_mode
+from fxsplit_encoder.caching import Recent
 from fxsplit_encoder.capture.buffers import SharedBuffers, StaticValue
 from fxsplit_encoder.capture.forward import CapturedForward, CaptureRequest, ProgramBody
 from fxsplit_encoder.capture.ladder import BudgetLadder
@@ -25,7 +26,7 @@ from fxsplit_encoder.kernels.products.measured import CHOOSER as PRODUCT_CHOOSER
 from fxsplit_encoder.pauses import pause
 from fxsplit_encoder.planning.costs import PathCosts
 from fxsplit_encoder.planning.limits import CaptureKey
-from fxsplit_encoder.planning.plan import BY_THE_TOWER, MissReason, PathPlan
+from fxsplit_encoder.planning.plan import BY_THE_TOWER, CaptureSize, MissReason, PathPlan
 from fxsplit_encoder.runtime.measure import KnownCosts, MeasuredForward
 from fxsplit_encoder.runtime.requests import CaptureScope
 from fxsplit_encoder.runtime.unpadded import UnpaddedCaptures
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _NOTHING_CAPTURED = frozenset({MissReason.NOT_CAPTURED, MissReason.NEW_SHAPE})
-
+_MOST_TOLD = 256
 
 Served: TypeAlias = tuple[Sequence[Any], PathPlan, int | None]
 """The outputs of a batch, which the next replay overwrites; the plan as it was served; and the budget of the
@@ -68,6 +69,7 @@ class CapturedProgram(ABC):
         self.measured = MeasuredForward()
         self.expected: KnownCosts | None = None
         """What need not be measured, see `expect`."""
+        self._told: Recent[str, None] = Recent(_MOST_TOLD)
         self.ladder = BudgetLadder(
             self._request_of_budget,
             mode,
@@ -315,7 +317,7 @@ class CapturedProgram(ABC):
                 captured.load(values, rows)
             except ReplayError as error:
                 # Raised before anything was copied: the batch is whole.
-                logger.warning("%s, %s tokens: %s", self.label, size, error)
+                self._tell(size, error)
                 exceeded = True
                 continue
             if not budget and not self._keeps(captured, size, values, rows, batch):
@@ -348,8 +350,14 @@ class CapturedProgram(ABC):
                     return self.values(batch)
             return self.values(batch)
         except ReplayError as error:
-            logger.warning("%s, %d tokens: %s", self.label, planned.tokens, error)
+            self._tell(planned.tokens, error)
             return None
+
+    def _tell(self, size: CaptureSize, error: ReplayError) -> None:
+        """Logs why a batch is not replayed, as a warning the first time."""
+        message = f"{self.label}, {size} tokens: {error}"
+        logger.log(logging.DEBUG if message in self._told else logging.WARNING, "%s", message)
+        self._told[message] = None
 
     def _run_without_replay(
         self,

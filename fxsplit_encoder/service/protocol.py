@@ -71,7 +71,7 @@ class EmbeddingRequest(BaseModel, frozen=True):
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, Field(ge=1)] | None = None
     model: str | None = None
-    user: str = ""
+    user: str | None = None
 
     @field_validator("dimensions", mode="before")
     @classmethod

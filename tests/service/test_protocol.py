@@ -77,7 +77,7 @@ def test_texts_and_images_come_as_openais_and_jinas_clients_send_them() -> None:
     assert read(post(json={"model": "m", "input": "a cat", "user": "me", "dimensions": 8})) == (
         asked(["a cat"], model="m", dimensions=8, user="me")
     )
-    assert read(post(json={"input": ["a cat", url]})).input == ["a cat", image]
+    assert read(post(json={"input": ["a cat", url], "user": None})).input == ["a cat", image]
     other_urls = [url.replace(*each) for each in (("data", " DATA"), ("image", "IMAGE"), ("image/png", ""))]
     assert read(post(json={"input": other_urls})).input == [image] * 3
     assert read(post(json={"input": "data: a, b"})).input == ["data: a, b"]
