@@ -607,8 +607,9 @@ def pixel_table(
     """Compute the normalized float of each uint8 value of each channel, (channels, 256).
 
     Returns:
-        None: the table gives other values than the model's processor, on images of all colors; where a device
-        resizes as Pillow does, and the processor perhaps by torchvision, by a level on average, on noise too.
+        None: on images of all colors the table gives other values than the model's processor. With an
+        `on_device` before normalize, on noise too, but a mean difference of one of 256 levels is allowed: the
+        device resizes as Pillow does, and the processor may resize by torchvision.
     """
     reason: object = "it gives other values"
     try:

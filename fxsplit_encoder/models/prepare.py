@@ -310,7 +310,7 @@ def unique_keys(paths: Sequence[Path]) -> list[str]:
 
 def _load(key: str, path: Path, preparation: Preparation) -> list[tuple[Item, Prepared]]:
     with opened_image(path, _LIMITS) as image, attempt(str(path), "an image"):
-        # A photograph of a phone has a preview or a map of depths beside it, and pages are no frames either.
+        # An MPO file is a photograph with a preview or a depth map, and the pages of a TIFF are no frames.
         if getattr(image, "is_animated", False) and image.format not in ("MPO", "TIFF"):
             if not preparation.takes_clips:
                 raise MediaError("it is a clip, and this model takes images only; leave it out")

@@ -288,7 +288,7 @@ class UnpaddedCaptures:
                 measured=self._measured,
                 attention_ms=lambda size: self._attention_ms(rows_of(size)),
             )
-            # A run beside another process on the device takes so long that it seems to hide its host.
+            # Beside another process on the device a run is so slow that its launches seem to cost nothing.
             newest.exact_may_win = False
             self._last_use[newest] = self._clock
             self.generations.append(newest)
